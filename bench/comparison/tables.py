@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from rlhf_core.escaping import code, table
 from rlhf_core.functional.intervals import Interval, paired_difference_interval, wilson_interval
-from tasks.report.markdown import code, table
 from tasks.results import SHOWN_CONFIDENCE
 
 

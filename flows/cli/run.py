@@ -349,7 +349,7 @@ def _show_report(flow_run_id: UUID, console: Console) -> None:
     from rich.markdown import Markdown
 
     from infra.artifacts import open_default_store
-    from tasks.report.markdown import PICTURE_LINE
+    from rlhf_core.escaping import PICTURE_LINE
 
     store = open_default_store()
     manifest = store.find("run", str(flow_run_id))

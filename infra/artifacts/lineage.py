@@ -224,22 +224,18 @@ def _artifact(node: Node) -> str | None:
 def _span(nodes: Sequence[Node]) -> str:
     """Return the name of a version, or the first and the last of several with their number."""
     first, last = nodes[0].ref.uri, nodes[-1].ref.uri.rpartition("@")[2]
-    return _printable(first) if len(nodes) == 1 else f"{_printable(first)} to @{last}, {len(nodes)} versions"
+    return first if len(nodes) == 1 else f"{first} to @{last}, {len(nodes)} versions"
 
 
 def _facts(node: Node) -> list[str]:
     """Return the reference of a node, and of what is in the store when it was made, and its digest."""
     if node.manifest is None:
-        return [f"{_printable(node.ref.uri)}  {'from outside' if node.ref.is_external else 'pruned since'}"]
+        return [f"{node.ref.uri}  {'from outside' if node.ref.is_external else 'pruned since'}"]
     return [
-        _printable(node.ref.uri),
+        node.ref.uri,
         f"{node.manifest.created.astimezone(UTC):%Y-%m-%d %H:%M} UTC",
         node.ref.digest[:12],
     ]
-
-
-def _printable(uri: str) -> str:
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in uri)
 
 
 def _fitted(tip: str, parts: Sequence[str], width: int | None) -> str:

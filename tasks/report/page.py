@@ -18,8 +18,8 @@ from re import Match
 from prefect.artifacts import create_markdown_artifact
 
 from infra.artifacts.ref import parse_reference
+from rlhf_core.escaping import PICTURE_LINE, picture
 from tasks.context import root_flow_run
-from tasks.report.markdown import PICTURE_LINE, picture
 
 
 def show_markdown(what: str, reference: str, markdown: str, *, seen_at_once: str) -> None:

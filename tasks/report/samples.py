@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from rlhf_core.counting import counted
-from tasks.report.markdown import SHOWN_LENGTH, code
+from rlhf_core.escaping import SHOWN_LENGTH, code
 
 SHOWN_RANDOM, SHOWN_CHANGES, SHOWN_IN_REPORT = 3, 4, 3
 GAINED, LOST, BOTH_RIGHT, BOTH_WRONG = "wrong → right", "right → wrong", "both right", "both wrong"

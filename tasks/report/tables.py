@@ -11,11 +11,11 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_core.counting import counted, ordinal
+from rlhf_core.escaping import code, prose, table
 from rlhf_core.functional.curves import Fall
 from rlhf_core.ppo.former_names import current_names
 from tasks.progress import duration
 from tasks.report.facts import Facts, judged_by_model
-from tasks.report.markdown import code, table
 from tasks.results import SHOWN_CONFIDENCE, StageResult
 
 Metrics = Mapping[str, Any]
@@ -102,7 +102,9 @@ def evaluation_table(evaluations: dict[str, StageResult]) -> str:
     shown = "mean score" if by_model else "right"
     header = [f"{shown} {INTERVAL}", "right, given the form", "ended" if by_model else "well formed", "cut off"]
     policies = ", ".join(
-        f"{role} is {result.metrics['policy']}" for role, result in evaluations.items() if "policy" in result.metrics
+        f"{role} is {prose(str(result.metrics['policy']))}"
+        for role, result in evaluations.items()
+        if "policy" in result.metrics
     )
     return table(["", *header], rows) + (f"\n\nOf these, {policies}." if policies else "")
 
@@ -144,7 +146,7 @@ def time_table(facts: Facts) -> str:
     ]
     prefix = "seconds_"
     rows += [
-        [f"of ppo: {name.removeprefix(prefix)}", duration(value), ""]
+        [f"of ppo: {prose(name.removeprefix(prefix))}", duration(value), ""]
         for name, value in facts.policy.metrics.items()
         if name.startswith(prefix)
     ]
@@ -216,7 +218,7 @@ def _trainers(metrics: Metrics) -> str:
     """Return how many processes trained, and by which strategy; nothing for one on its own."""
     if "trainers" not in metrics:
         return ""
-    return f"{counted(metrics['trainers'], 'trainer')} under {metrics['strategy']}"
+    return f"{counted(metrics['trainers'], 'trainer')} under {prose(str(metrics['strategy']))}"
 
 
 def _with_interval(metrics: Metrics, name: str, prefix: str = "") -> str:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
+from rlhf_core.escaping import block, picture
 from tasks.context import Context, open_context
 from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, levels, rows_of
-from tasks.report.markdown import block, picture
 from tasks.report.page import inline, show_markdown, with_pictures
 from tasks.report.samples import change_counts, change_list, chosen_samples, samples_document
 from tasks.report.tables import (
@@ -122,7 +122,7 @@ def training_picture(stage: StageResult, rows: Sequence[Row]) -> bytes | None:
 REPORT, FACTS, SAMPLES_PAGE = "report.md", "report.json", "samples.md"
 PAGE = "a page in Prefect"
 """What is shown there, as warnings call it."""
-MODULES = ("facts", "markdown", "samples", "tables", "page", "write")
+MODULES = ("facts", "samples", "tables", "page", "write")
 
 
 @stage_task(name="show-episodes")

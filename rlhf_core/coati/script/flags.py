@@ -10,6 +10,7 @@ from os.path import expanduser
 from typing import NoReturn
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.escaping import visible
 from rlhf_core.strategy.launch import launched_rank, tell_launcher
 
 # The ranks usually make the same mistake at once: torchrun ends the others before they repeat what rank 0 said. It
@@ -43,7 +44,7 @@ def end_with(sentence: str, *, program: str, status: int) -> int:
             time.sleep(_RANK_0_SPEAKS_FIRST_S)
         sentence = f"rank {rank}: {sentence}"
     told = f"{program}: {sentence}"
-    sys.stderr.write(f"{told}\n")
+    sys.stderr.write(f"{visible(told)}\n")
     tell_launcher(told)
     return status
 

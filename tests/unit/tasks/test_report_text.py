@@ -6,8 +6,8 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
+from rlhf_core.escaping import SHOWN_LENGTH, code, table
 from tasks.report.facts import Facts
-from tasks.report.markdown import SHOWN_LENGTH, code, table
 from tasks.report.page import with_pictures
 from tasks.report.samples import changes, chosen_samples, samples_document
 from tasks.report.tables import (
@@ -62,7 +62,7 @@ def test_what_a_model_wrote_stays_one_cell_and_is_shown_as_it_is() -> None:
     assert html.count("<td>") == 2
     assert "<img" not in html
     assert "<strong>" not in html
-    assert "a | b ⏎ ```sh ⏎ &lt;img src=x onerror=alert(1)&gt; **bold** \\| `tick` &amp;lt; ![x](ppo.png)\\x1b" in html
+    assert "a │ b ⏎ ```sh ⏎ &lt;img src=x onerror=alert(1)&gt; **bold** \\│ `tick` &amp;lt; ![x](ppo.png)\\x1b" in html
 
 
 def test_backticks_at_the_ends_and_empty_texts_survive() -> None:

@@ -11,6 +11,7 @@ from cyclopts import App
 
 from infra.errors import InfraError
 from rlhf_core.errors import RlhfError
+from rlhf_core.escaping import visible
 
 _INTERRUPTED = 130  # as a shell reports a program that SIGINT ended
 
@@ -77,5 +78,5 @@ def _validation_sentence(error: ValueError) -> str | None:
 
 
 def _fail(sentence: str, *, status: int = 1) -> int:
-    sys.stderr.write(f"rlhf: {sentence}\n")
+    sys.stderr.write(f"rlhf: {visible(sentence)}\n")
     return status

@@ -43,7 +43,7 @@ def promote(reference: str, /, alias: str = _CHAMPION, *, why: Why = "", as_json
         return write_json({"uri": target.uri, "alias": alias, "before": before, "moved": before != target.uri})
     what = f"{alias} of {target.kind}/{target.name}"
     moved = f"{what} points at {target.uri} now; before, at {before or 'nothing'}"
-    console().print(f"{what} points at {target.uri} already" if before == target.uri else moved, markup=False)
+    console().print(f"{what} points at {target.uri} already" if before == target.uri else moved)
     return None
 
 
@@ -77,7 +77,7 @@ def rollback(artifact: str, /, alias: str = _CHAMPION, *, why: Why = "", as_json
     if as_json:
         return write_json({"uri": target.uri, "alias": alias, "before": before})
     what = f"{alias} of {reference.kind}/{reference.name}"
-    console().print(f"{what} points at {target.uri} again; before, at {before}", markup=False)
+    console().print(f"{what} points at {target.uri} again; before, at {before}")
     return None
 
 
@@ -161,7 +161,7 @@ def _duration(text: str) -> timedelta:
 def _show(found: Collection) -> None:
     screen = console()
     survey = found.survey
-    screen.print(f"kept are the newest: {found.retention}; and all that an alias or a lease reaches", markup=False)
+    screen.print(f"kept are the newest: {found.retention}; and all that an alias or a lease reaches")
     rows = []
     for kind, blobs in survey.freed.items():
         retired = [each for each in survey.retired if each.kind == kind]
@@ -185,8 +185,8 @@ def _show(found: Collection) -> None:
     for each in found.lists:
         listed = f"{counted(len(each.listing.versions), 'version')}, {counted(len(each.listing.blobs), 'blob')}"
         due = when(each.listing.created + found.grace)
-        screen.print(f"listed {when(each.listing.created)}: {listed}; due {due}", markup=False)
-    screen.print(_outcome(found), markup=False)
+        screen.print(f"listed {when(each.listing.created)}: {listed}; due {due}")
+    screen.print(_outcome(found))
 
 
 def _outcome(found: Collection) -> str:

@@ -54,7 +54,7 @@ def list_artifacts(what: str | None = None, /, *, as_json: Json = False) -> None
     if rows:
         print_list(screen, [(", ".join(row["aliases"]), m) for row, m in zip(rows, manifests, strict=True)])
     else:
-        screen.print(f"{store.url} holds no artifact{f' of {what}' if what else ''}", markup=False)
+        screen.print(f"{store.url} holds no artifact{f' of {what}' if what else ''}")
     return None
 
 
@@ -136,12 +136,12 @@ def show(reference: str, /, *, as_json: Json = False) -> None:
         "Prefect run": manifest.flow_run or "",
         "packages": ", ".join(f"{package} {version}" for package, version in manifest.packages.items()),
     }
-    screen.print(manifest.uri, style="bold", markup=False)
+    screen.print(manifest.uri, style="bold")
     print_rows(screen, [(name, fact) for name, fact in facts.items() if fact])
     screen.print(f"\nfiles ({size(manifest.size)})", style="bold")
     print_rows(screen, [(entry.path, size(entry.size), entry.sha256[:12]) for entry in manifest.files])
     for alias, found in here.items():
-        screen.print(f"\nhistory of {alias}", style="bold", markup=False)
+        screen.print(f"\nhistory of {alias}", style="bold")
         own = f"{manifest.kind}/{manifest.name}"
         moves = [(when(move.when), move.uri.removeprefix(own), move.who, move.why) for move in found.history]
         print_rows(screen, moves)
@@ -188,7 +188,7 @@ def fetch(
         files = [str(each.relative_to(directory)) for each in written]
         return write_json({"uri": manifest.uri, "digest": manifest.digest, "directory": str(directory), "files": files})
     total = size(sum(each.stat().st_size for each in written))
-    console().print(f"{manifest.uri}: {counted(len(written), 'file')}, {total}, in {directory}", markup=False)
+    console().print(f"{manifest.uri}: {counted(len(written), 'file')}, {total}, in {directory}")
     return None
 
 
@@ -274,7 +274,7 @@ def diff(before: str, after: str, /, *, as_json: Json = False) -> None:
     if as_json:
         return write_json(found.as_dict())
     screen = console()
-    screen.print(f"{found.before} → {found.after}", style="bold", markup=False)
+    screen.print(f"{found.before} → {found.after}", style="bold")
     if found.is_of_two_kinds:
         screen.print("two kinds: what both have is compared, and what only one has is counted (--json names it)")
     for title, changes in (
@@ -305,7 +305,7 @@ def _print_changes(screen: Console, title: str, changes: Sequence[Change], found
     for what, only in (("removed", found.before), ("added", found.after)):
         left_out = [change for change in changes if change.what == what and not found.tells_of(change)]
         if left_out:
-            screen.print(f"only in {only}: {len(left_out)}", markup=False)
+            screen.print(f"only in {only}: {len(left_out)}")
 
 
 def _print_files(screen: Console, found: Difference) -> None:
@@ -313,11 +313,11 @@ def _print_files(screen: Console, found: Difference) -> None:
     for each in found.files:
         counts[each.what] = counts.get(each.what, 0) + 1
     told = ", ".join(counted(count, f"file {what}", f"files {what}") for what, count in sorted(counts.items()))
-    screen.print(f"\nfiles ({told})", style="bold", markup=False)
+    screen.print(f"\nfiles ({told})", style="bold")
     print_rows(screen, [_file_row(each) for each in found.files if each.what != "same" and found.tells_of(each)])
     share = f" ({found.shared_bytes / found.after_bytes:.1%})" if found.after_bytes else ""
     sizes = f"{size(found.shared_bytes)} of {size(found.after_bytes)}{share}"
-    screen.print(f"{sizes} of {found.after} are blobs of {found.before} too", markup=False)
+    screen.print(f"{sizes} of {found.after} are blobs of {found.before} too")
 
 
 def _file_row(change: FileChange) -> tuple[str, ...]:
@@ -363,11 +363,10 @@ def verify(reference: str | None = None, /, *, quick: Flag = False, as_json: Jso
     console().print(
         f"{which or store.url}: {held}, {depth}: "
         f"{counted(len(found.problems), 'problem') if found.problems else 'all is well'}",
-        markup=False,
     )
     if found.stale_keys:
         entries = counted(found.stale_keys, "entry", "entries")
-        console().print(f"{entries} of the key index of versions that are gone: no problem", markup=False)
+        console().print(f"{entries} of the key index of versions that are gone: no problem")
     return int(bool(found.problems))
 
 

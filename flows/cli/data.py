@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.output import Json
+from flows.cli import output
+from flows.cli.output import Json, write_json
 from rlhf_core.counting import counted
+from rlhf_core.escaping import one_line, visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.console import Console
 
     from rlhf_core.config import PipelineConfig
     from rlhf_core.data import PromptTemplate
@@ -134,11 +135,11 @@ def _write_json(checked: Sequence[Checked], overlaps: Sequence[Overlap], preset:
         ],
         "refused": bool(overlaps) or any(each.refusals for each in checked),
     }
-    sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+    write_json(facts)
 
 
 def _show(checked: Sequence[Checked], overlaps: Sequence[Overlap], preset: str | None, *, model: str | None) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console = output.console()
     for each in checked:
         _show_set(console, each, preset=preset or DEFAULT, model=model)
     for one, other, shared in overlaps:
@@ -156,7 +157,7 @@ def _show_set(console: Console, checked: Checked, *, preset: str, model: str | N
         model: which counted tokens; None if it is not on this machine.
     """
     console.print()
-    console.print(Text(checked.path, "bold"), Text(f"  {checked.role or ''}", "cyan"))
+    console.print(Text(visible(checked.path), "bold"), Text(f"  {checked.role or ''}", "cyan"))
     if checked.facts is None or checked.rows is None:
         return
     _show_facts(console, checked.facts, checked.rows)
@@ -170,17 +171,17 @@ def _show_set(console: Console, checked: Checked, *, preset: str, model: str | N
     if checked.report is not None:
         _show_splits(console, checked.report, preset)
     if checked.sizes is not None:
-        console.print(Padding(Text(checked.sizes), (0, 0, 0, 2), expand=False))
+        console.print(Padding(checked.sizes, (0, 0, 0, 2), expand=False))
     if checked.notes:
         _title(console, f"Under the limits of preset {preset}, for information")
         for sentence in checked.notes:
-            console.print(Padding(Text(sentence), (0, 0, 0, 2), expand=False))
+            console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
 
 
 def _show_overlap(console: Console, one: str, other: str, shared: list[str]) -> None:
     """Show that two sets share prompts."""
-    text = f"{one} and {other} share {counted(len(shared), 'prompt')}, such as {_flat(shared[0], 80)!r}"
-    console.print(Text.assemble(("\nrefused: ", "bold red"), f"{text}; leave them out of one of the two"))
+    text = f"{one} and {other} share {counted(len(shared), 'prompt')}, such as {_short(shared[0], 80)}"
+    console.print(Text.assemble(("\nrefused: ", "bold red"), f"{visible(text)}; leave them out of one of the two"))
 
 
 def _show_verdict(console: Console, refusals: list[str], overlap: bool, preset: str | None) -> None:
@@ -192,24 +193,24 @@ def _show_verdict(console: Console, refusals: list[str], overlap: bool, preset: 
             Text(good if preset else "All of it can be used; --preset NAME says what a run would do.", "green")
         )
     for sentence in refusals:
-        console.print(Text.assemble(("refused: ", "bold red"), sentence))
+        console.print(Text.assemble(("refused: ", "bold red"), visible(sentence)))
 
 
 def _show_facts(console: Console, facts: SetReport, rows: RowsReport) -> None:
     table = _plain()
     for source in facts.sources:
-        table.add_row("form", Text(source.form))
+        table.add_row("form", source.form)
         files = ", ".join(source.files)
         if files != source.path:
-            table.add_row("files", Text(_flat(files, _SHOWN)))
+            table.add_row("files", one_line(files, _SHOWN))
     table.add_row("rows", f"{sum(source.rows for source in facts.sources):,}, of which {facts.kept:,} can be used")
     table.add_row("duplicates", f"{facts.duplicates:,}")
     table.add_row("rejected", Text(f"{facts.rejected:,}", "red" if facts.rejected else ""))
     for each in facts.not_shown:
-        table.add_row("not shown", Text(str(each), "yellow"))
+        table.add_row("not shown", Text(visible(str(each)), "yellow"))
     if rows.majority is not None:
         answer, share, problems = rows.majority
-        table.add_row("answers", f"{problems:,}, the most common {_flat(answer, 40)!r} ({share:.1%})")
+        table.add_row("answers", f"{problems:,}, the most common {_short(answer, 40)} ({share:.1%})")
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 
@@ -220,7 +221,7 @@ def _show_rejected(console: Console, facts: SetReport) -> None:
     table.add_column("reason", overflow="fold", max_width=30)
     table.add_column("the first", overflow="fold")
     for reason, count in facts.reasons.items():
-        table.add_row(f"{count:,}", Text(reason), Text(facts.examples[reason]))
+        table.add_row(f"{count:,}", reason, facts.examples[reason])
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 
@@ -271,7 +272,7 @@ def _show_sample(console: Console, sample: tuple[Sample, ...]) -> None:
             table.add_row("", "")
         for name, text in parts:
             if text is not None:
-                table.add_row(name, Text(_flat(text, _SHOWN) or "(empty)"))
+                table.add_row(name, one_line(text.strip(), _SHOWN) or "(empty)")
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 
@@ -290,10 +291,10 @@ def _show_splits(console: Console, report: DataReport, preset: str) -> None:
         if found is not None:
             where = "left out" if found.dropped else "still there"
             note = f"{found.longer:,} of {found.of:,} {where} ({found.key} = {found.limit:,})"
-        table.add_row(name, f"{rows.rows:,}", Text(note))
+        table.add_row(name, f"{rows.rows:,}", note)
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
     if report.verifier_check is not None:
-        console.print(Text(f"  verifier: {report.verifier_check}"))
+        console.print(f"  verifier: {report.verifier_check}")
 
 
 def _plain() -> Table:
@@ -308,7 +309,5 @@ def _title(console: Console, text: str) -> None:
     console.print(Text(text, "bold"))
 
 
-def _flat(text: str, most: int) -> str:
-    """Return both ends of a text on one line: a transcript's last turn is what is answered."""
-    flat = " ⏎ ".join(line for line in text.strip().splitlines() if line.strip())
-    return flat if len(flat) <= most else f"{flat[: most // 2]} … {flat[-most // 2 :]}"
+def _short(text: str, most: int) -> str:
+    return f"'{one_line(text.strip(), most)}'"

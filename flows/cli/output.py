@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from rlhf_core.escaping import one_line
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -19,11 +21,11 @@ PIPE_WIDTH = 160
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console; without a terminal it is wide, so that references are not cut."""
-    from rich.console import Console
+    """Return a console; without a terminal it is wide, so that references are not cut, nor lines of a log file."""
+    from flows.cli.screen import Screen
 
-    found = Console(highlight=False, stderr=stderr)
-    return found if found.is_terminal else Console(highlight=False, stderr=stderr, width=PIPE_WIDTH)
+    found = Screen(stderr=stderr)
+    return found if found.is_terminal else Screen(stderr=stderr, width=PIPE_WIDTH)
 
 
 def write_json(content: Any) -> None:
@@ -32,18 +34,20 @@ def write_json(content: Any) -> None:
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are, however wide the terminal is."""
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    """Print lines, however wide the terminal is."""
+    sys.stdout.write("".join(f"{one_line(line)}\n" for line in lines))
 
 
 def print_rows(where: Console, rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of cells under each other, brackets as they are."""
+    """Print rows of cells under each other."""
     from rich.table import Table
-    from rich.text import Text
 
+    lines = list(rows)
     table = Table(box=None, show_header=False, pad_edge=False)
-    for row in rows:
-        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+    for _ in range(max(map(len, lines), default=0)):
+        table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row(*line)
     with where.capture() as drawn:
         where.print(table)
     where.file.write("".join(f"{line.rstrip()}\n" for line in drawn.get().removesuffix("\n").split("\n")))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from flows.cli.output import console
 from infra.errors import ServiceError
+from rlhf_core.escaping import visible
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -54,19 +55,17 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
     """
     import prefect  # noqa: F401  # before the event loop, in which it cannot start its plugins
     from httpx import HTTPError, HTTPStatusError, InvalidURL, codes
-    from rich.console import Console
 
     from flows.cli.parameters import read_parameters
     from infra.prefect_access import access_to, refusal
 
-    # Width is given where there is no terminal, so that a log file is not broken at 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    screen = console()
     deployment = preset if "/" in preset else f"pipeline/{preset}"
     parameters = read_parameters(param)
-    api_url, here = _api_url(console)
+    api_url, here = _api_url(screen)
     access = access_to(api_url)
     try:
-        return asyncio.run(_run(deployment, parameters, api_url, access, console, here=here))
+        return asyncio.run(_run(deployment, parameters, api_url, access, screen, here=here))
     except HTTPStatusError as error:
         if error.response.status_code == codes.UNAUTHORIZED:
             raise ServiceError(refusal(api_url, access)) from error
@@ -78,7 +77,7 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
         ) from error
 
 
-def _api_url(console: Console) -> tuple[str, bool]:
+def _api_url(screen: Console) -> tuple[str, bool]:
     """Return the server to run on, and whether it is this installation's own, which is taken while it runs.
 
     Raises:
@@ -92,17 +91,16 @@ def _api_url(console: Console) -> tuple[str, bool]:
     if ours is None and told is None:
         raise ServiceError("no Prefect server is known here; start one with `rlhf up`, or set PREFECT_API_URL")
     if ours and told and told.rstrip("/") != ours:
-        console.print(
+        screen.print(
             f"PREFECT_API_URL is {told}, but the local stack runs: the run goes to {ours} "
             "(`rlhf down` first, to run elsewhere)",
             style="yellow",
-            markup=False,
         )
     return ours or str(told), ours is not None
 
 
 async def _run(
-    deployment: str, parameters: dict[str, Any], api_url: str, access: Access, console: Console, *, here: bool
+    deployment: str, parameters: dict[str, Any], api_url: str, access: Access, screen: Console, *, here: bool
 ) -> int:
     from rich.text import Text
 
@@ -112,20 +110,20 @@ async def _run(
         found = await _deployment(client, deployment)
         flow_run = await _start(client, found, deployment, parameters, here=here)
         page = api_url.removesuffix("/").removesuffix("/api")
-        console.print(f"{deployment}: run {flow_run.name}, {page}/runs/flow-run/{flow_run.id}", markup=False)
+        screen.print(f"{deployment}: run {flow_run.name}, {page}/runs/flow-run/{flow_run.id}")
         try:
-            state = await Follower(client, flow_run, console, prefix=PREFIX).follow()
+            state = await Follower(client, flow_run, screen, prefix=PREFIX).follow()
         except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, outside an event loop and inside one
-            console.print(
-                f"\nThe run goes on without this terminal; end it with: prefect flow-run cancel {flow_run.id}"
-            )
+            screen.print(f"\nThe run goes on without this terminal; end it with: prefect flow-run cancel {flow_run.id}")
             return 130
     if not state.is_completed():
-        console.print(Text.assemble((state.name, "bold red"), f": {state.message or 'without a word'}"))
+        screen.print(
+            Text.assemble((visible(state.name), "bold red"), f": {visible(state.message or 'without a word')}")
+        )
         return 1
-    _show_report(flow_run.id, console)
+    _show_report(flow_run.id, screen)
     told = f"finished: {state.message}" if state.message else "finished"
-    console.print(told, markup=False, soft_wrap=True)  # references in it are copied
+    screen.print(told, soft_wrap=True)  # references in it are copied
     return 0
 
 
@@ -208,11 +206,11 @@ def _detail(error: Any) -> str:
 class Follower:
     """Prints the marked lines of one run, whose log has those of its stages, too."""
 
-    def __init__(self, client: Any, flow_run: Any, console: Console, *, prefix: str) -> None:
+    def __init__(self, client: Any, flow_run: Any, screen: Console, *, prefix: str) -> None:
         self._client = client
         self._run_id: UUID = flow_run.id
         self._name = f"run {flow_run.name} ({flow_run.id})"
-        self._console = console
+        self._screen = screen
         self._prefix = prefix
         self._said: set[UUID] = set()
         self._latest: datetime | None = None
@@ -271,10 +269,10 @@ class Follower:
             return False
         if self._crash is None or self._crash.id != state.id:
             if state.name == RESTARTING:
-                self._console.print(state.message, style="yellow")
+                self._screen.print(state.message, style="yellow")
             elif self._crash is None:
                 told = f"the run crashed; waiting up to {CRASH_LIMIT_S:.0f} s for the server to start it again"
-                self._console.print(told, style="yellow")
+                self._screen.print(told, style="yellow")
             self._crash, self._crash_seen = state, time.monotonic()
         limit = RESTART_LIMIT_S if state.name == RESTARTING else CRASH_LIMIT_S
         return time.monotonic() - self._crash_seen < limit
@@ -286,13 +284,13 @@ class Follower:
         if state is not None and not (state.is_scheduled() or state.is_pending()):
             self._started = True
             if state.is_running():
-                self._console.print("running", style="dim")
+                self._screen.print("running", style="dim")
             return
         if waited > UNTAKEN_NOTICE_S and not self._notice_given:
             self._notice_given = True
             taken = state is not None and state.is_pending()
             what = "a worker has taken the run, but not started it" if taken else "no worker has taken the run"
-            self._console.print(f"{what} after {UNTAKEN_NOTICE_S:.0f} s (see `rlhf status`); waiting", style="yellow")
+            self._screen.print(f"{what} after {UNTAKEN_NOTICE_S:.0f} s (see `rlhf status`); waiting", style="yellow")
         if waited > UNSTARTED_LIMIT_S:
             raise ServiceError(
                 f"{self._name} has not started within {UNSTARTED_LIMIT_S / 60:.0f} min: look with `rlhf status` "
@@ -325,7 +323,7 @@ class Follower:
                 self._latest = max(filter(None, (self._latest, log.timestamp)))
                 if log.message.startswith(self._prefix):
                     at = f"{log.timestamp.astimezone():%H:%M:%S}"
-                    self._console.print(Text.assemble((at, "dim"), " ", log.message))
+                    self._screen.print(Text.assemble((at, "dim"), " ", visible(log.message)))
 
     def _raise_unless_passing(self, error: Exception) -> None:
         """Return if the error may pass, as when the server is started again; else raise one for the user."""
@@ -345,7 +343,7 @@ class Follower:
             ) from error
 
 
-def _show_report(flow_run_id: UUID, console: Console) -> None:
+def _show_report(flow_run_id: UUID, screen: Console) -> None:
     from rich.markdown import Markdown
 
     from infra.artifacts import open_default_store
@@ -356,11 +354,8 @@ def _show_report(flow_run_id: UUID, console: Console) -> None:
     if manifest is None:  # a single stage has no report of its own
         return
     report = store.read_bytes(manifest, "report.md").decode()
-    console.print(Markdown(PICTURE_LINE.sub(r"*\1:* `\2`", report)))  # a terminal shows no pictures: it names them
+    named = PICTURE_LINE.sub(r"*\1:* `\2`", report)  # a terminal shows no pictures
+    screen.print(Markdown(named, hyperlinks=False))
     uri, pictures = manifest.ref.uri, [entry.path for entry in manifest.files if entry.path.endswith(".png")]
-    console.print(f"stored as {uri}; rlhf artifacts lineage {uri}", style="dim", markup=False)
-    console.print(
-        f"pictures ({', '.join(pictures)}) and samples.md: rlhf artifacts fetch {uri} DIRECTORY",
-        style="dim",
-        markup=False,
-    )
+    screen.print(f"stored as {uri}; rlhf artifacts lineage {uri}", style="dim")
+    screen.print(f"pictures ({', '.join(pictures)}) and samples.md: rlhf artifacts fetch {uri} DIRECTORY", style="dim")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
+from flows.cli import output
+from flows.cli.output import Flag, Json, write_json
+from rlhf_core.escaping import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
-Json = Annotated[bool, Parameter(name="--json", negative="")]
-_PIPE_WIDTH = 160
 _MIB = 2**20
 _STYLES = {"running": "green", "well": "green", "warning": "yellow", "none": "dim", "stopped": "dim"}
 
 
-def up(*, new_password: Annotated[bool, Parameter(negative="")] = False) -> int:
+def up(*, new_password: Flag = False) -> int:
     """Start the local stack, or what is missing of it.
 
     Object store, Prefect server, work pool, worker and all deployments of prefect.yaml; what runs already is
@@ -31,12 +30,12 @@ def up(*, new_password: Annotated[bool, Parameter(negative="")] = False) -> int:
     from infra import services
     from infra.settings import settings
 
-    console = _console()
+    console = output.console()
     known = settings()
     state = services.up(known, _teller(console), new_password=new_password)
-    console.print("the stack is up: rlhf status, rlhf doctor, rlhf down", highlight=False)
+    console.print("the stack is up: rlhf status, rlhf doctor, rlhf down")
     how = services.how_to_open_the_ui(known, state.services["server"].address)
-    console.print(how, highlight=False, markup=False, soft_wrap=True)
+    console.print(how, soft_wrap=True)
     return 0
 
 
@@ -46,12 +45,12 @@ def down() -> int:
     from infra.clusters import reap_orphans
     from infra.settings import settings
 
-    console = _console()
+    console = output.console()
     known = settings()
     ended = services.down(known, _teller(console))
     if known.clusters_dir.is_dir():
         reap_orphans(known.clusters_dir)  # their processes are gone; this clears away their files
-    console.print("everything has ended; data are kept" if ended else "nothing was running", highlight=False)
+    console.print("everything has ended; data are kept" if ended else "nothing was running")
     return 0
 
 
@@ -68,9 +67,9 @@ def status(*, as_json: Json = False) -> int:
 
     known = settings()
     lines = services.status(known)
-    console = _console()
+    console = output.console()
     if as_json:
-        console.print_json(data=[{**line._asdict(), "log": line.log and str(line.log)} for line in lines])
+        write_json([{**line._asdict(), "log": line.log and str(line.log)} for line in lines])
     else:
         rows = [
             (line.name, line.state, line.address, str(line.pid or ""), f"{line.memory_bytes / _MIB:,.0f} MiB")
@@ -78,14 +77,13 @@ def status(*, as_json: Json = False) -> int:
         ]
         total = sum(line.memory_bytes for line in lines)
         _print_table(console, ("service", "state", "address", "process", "memory"), rows)
-        console.print(f"together {total / _MIB:,.0f} MiB", highlight=False)
+        console.print(f"together {total / _MIB:,.0f} MiB")
         for server in (line for line in lines if line.name == "server" and line.pid is not None):
             how = services.how_to_open_the_ui(known, server.address)
-            console.print(how, highlight=False, markup=False, soft_wrap=True)
+            console.print(how, soft_wrap=True)
             if server.state == "running":
                 for name, told in services.set_in_prefect(known).items():
-                    line = f"{name}, as set in Prefect: {'; '.join(told)}"
-                    console.print(line, highlight=False, markup=False, soft_wrap=True)
+                    console.print(f"{name}, as set in Prefect: {'; '.join(told)}", soft_wrap=True)
     return 0 if all(line.state in {"running", "none"} for line in lines) else 1
 
 
@@ -99,9 +97,9 @@ def doctor(*, as_json: Json = False) -> int:
     from infra.settings import settings
 
     findings = services.diagnose(settings())
-    console = _console()
+    console = output.console()
     if as_json:
-        console.print_json(data=[finding._asdict() for finding in findings])
+        write_json([finding._asdict() for finding in findings])
     else:
         rows = [(each.name, each.verdict, each.seen, each.advice) for each in findings]
         _print_table(console, ("check", "verdict", "seen", "what to do"), rows)
@@ -140,7 +138,7 @@ def automations() -> int:
     api_url = settings().prefect_api_url
     if api_url is None:
         raise ServiceError("no Prefect server is known here; set PREFECT_API_URL to the address of its API")
-    _console().print(f"{api_url}: {install(api_url)}", highlight=False, markup=False, soft_wrap=True)
+    output.console().print(f"{api_url}: {install(api_url)}", soft_wrap=True)
     return 0
 
 
@@ -148,7 +146,7 @@ def _teller(console: Console) -> Callable[[str], None]:
     from rich.text import Text
 
     def tell(line: str) -> None:
-        console.print(Text.assemble((f"{datetime.now().astimezone():%H:%M:%S}", "dim"), " ", line))
+        console.print(Text.assemble((f"{datetime.now().astimezone():%H:%M:%S}", "dim"), " ", visible(line)))
 
     return tell
 
@@ -161,12 +159,7 @@ def _print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence
     for head in heads:
         table.add_column(head, justify="right" if head == "memory" else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "red") if at == 1 else "") for at, cell in enumerate(row)))
+        table.add_row(
+            *(Text(visible(cell), style=_STYLES.get(cell, "red") if at == 1 else "") for at, cell in enumerate(row))
+        )
     console.print(table)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    # Width is given where there is no terminal, so that a log file is not broken at 80 columns.
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)

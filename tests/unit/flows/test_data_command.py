@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from flows import cli
 from flows.cli import data as verb
+from tests.hostile_texts import HARMFUL, HOSTILE
 from tests.unit.data.read_sets import template
 
 
@@ -87,7 +90,8 @@ def test_keys_of_messages_that_the_model_is_not_shown_are_named(
     assert status == 0, text
     assert "not shown 'thinking' of 10 messages (template.prompt shows the contents of messages alone)" in flat
     assert "9, of which 8 can be used" in flat
-    assert "differs from the rejected one only in thinking, which the model is not shown" in flat
+    [first] = json.loads(checked(capsys, path, "--json")[1])["sets"][0]["set"]["examples"].values()
+    assert "differs from the rejected one only in thinking, which the model is not shown" in first
     monkeypatch.setattr(verb, "_template", lambda _: None)
     status, text = checked(capsys, path, "--json")
     [told] = json.loads(text)["sets"][0]["set"]["not_shown"]
@@ -105,6 +109,26 @@ def test_equal_pairs_are_told_and_not_refused_as_no_run_refuses_them(
     status, text = checked(capsys, write(tmp_path / "h.jsonl", [*pairs, {"prompt": "a"}]))
     assert status == 1
     assert "1 of 10 rows cannot be used, the first because row 10 of" in " ".join(text.split())
+
+
+def test_no_row_or_name_of_a_file_is_obeyed_by_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: tuple[Callable[[str], Any], ...] = (
+        lambda text: {"question": f"{text}?", "answer": text or "1"},
+        lambda text: {"prompt": f"{text}?", "chosen": f"{text} a", "rejected": f"{text} b"},
+        lambda text: {"question": text, text: text, "answer": [text]},
+    )
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "500")
+    obeyed = {name: text for name, text in HOSTILE.items() if HARMFUL.search(text) or name == "markup of rich"}
+    for at, (name, text) in enumerate(obeyed.items()):
+        row = made[at % len(made)]
+        torn = text.replace("\n", " ").encode(errors="replace").decode()
+        path = write(tmp_path / "rows\x1b]52;c;eA==\x07\u202e[bold].jsonl", [row(text), row("ordinary"), torn])
+        out = checked(capsys, path, write(tmp_path / "other.jsonl", [row(text)]))[1]
+        assert r"rows\x1b]52;c;" in out
+        assert not HARMFUL.search(re.sub(r"\x1b\[[\d;]*m", "", out)), name
 
 
 def test_a_preset_has_its_own_role_for_a_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

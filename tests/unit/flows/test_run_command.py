@@ -27,6 +27,8 @@ from infra.artifacts import open_default_store
 from infra.process_record import ProcessRecord
 from infra.services.automations import RESTARTING, RESUMES
 from infra.services.state import ServiceRecord, StackState
+from rlhf_core.escaping import block, code, table
+from tests.hostile_texts import HARMFUL, HOSTILE
 
 FLOW_ID, RUN_ID = uuid4(), uuid4()
 DEPLOYMENT = DeploymentResponse(
@@ -42,6 +44,7 @@ class Server:
     """A Prefect server of a few answers: the run's states one after the other, the last for ever, and its log."""
 
     def __init__(self) -> None:
+        self.name = "brave-owl"
         self.states: list[State[Any]] = [Running(), Completed()]
         self.logs: list[Log] = []
         self.tags: list[str] = []
@@ -86,7 +89,7 @@ class Server:
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
 
     def answer(self, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
-        run = FlowRun(id=RUN_ID, flow_id=FLOW_ID, name="brave-owl", tags=self.tags)
+        run = FlowRun(id=RUN_ID, flow_id=FLOW_ID, name=self.name, tags=self.tags)
         if path.endswith("/create_flow_run"):
             self.given.append(asked["parameters"])
             return self.refusal or (201, run.model_dump_json())
@@ -235,12 +238,34 @@ def test_a_run_ends_with_what_its_flow_made(server: Server, rlhf_run: Callable[.
     assert (status, out.splitlines()[-1]) == (0, f"finished: {told}")
 
 
-def test_what_the_stack_tells_may_hold_brackets_too(capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
+@pytest.mark.parametrize("state", [Completed, Failed])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_nothing_that_a_run_tells_is_obeyed_by_the_terminal(
+    server: Server,
+    rlhf_run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    state: Callable[..., State[Any]],
+    is_terminal: bool,
+) -> None:
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    texts = [text.encode(errors="replace").decode() for text in HOSTILE.values() if len(text) < 2000]
+    server.name = "".join(texts)
+    server.write(*(f"▸ ppo          {text}" for text in texts))
+    server.states = [Running(), state(name="".join(texts)[:200], message="\n".join(texts))]
+    report = "\n\n".join(texts) + f"\n\n{block(texts)}\n\n{table(['a', 'b'], [[code(text), text] for text in texts])}"
+    open_default_store().commit("run", "test", {"report.md": report.encode()}, key=str(RUN_ID))
+    status, out, _ = rlhf_run()
+    assert status == (0 if state is Completed else 1)
+    assert "▸ ppo          ![x](http://foreign.example/a.png)\n" in out, "there was something to see"
+    assert not HARMFUL.search(re.sub(r"\x1b\[[\d;]*m", "", out))
 
+
+def test_what_the_stack_tells_may_hold_brackets_too(capsys: pytest.CaptureFixture[str]) -> None:
+    from flows.cli.output import console
     from flows.cli.stack import _teller
 
-    _teller(Console())("deployments in [/home] [red]are[/red] ready")
+    _teller(console())("deployments in [/home] [red]are[/red] ready")
     assert "deployments in [/home] [red]are[/red] ready\n" in capsys.readouterr().out
 
 

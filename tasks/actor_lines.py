@@ -19,6 +19,7 @@ from infra.clusters import output_of
 from infra.clusters.actor_log import EVERY_S, LINES, Bound, Record, read_records, told_of
 from infra.clusters.output import Written
 from infra.settings import secrets
+from rlhf_core.escaping import visible
 from tasks.run_log import flow_logger
 from tasks.showing import only_shows, warn
 
@@ -35,7 +36,7 @@ _STEP_S = 2e-6
 """Between two lines of a process: the server's times have microseconds."""
 _JOIN_S = 10.0
 _ALL = "the actors"
-_CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Line(NamedTuple):
@@ -127,7 +128,7 @@ class ActorLines:
         return Line(now, level, self._clean(actor, told_of(count)))
 
     def _clean(self, actor: str, text: str) -> str:
-        text = _CONTROLS.sub("", text)
+        text = visible(_COLOURS.sub("", text))
         for secret in self._hidden:
             text = text.replace(secret, "***")
         return f"{actor}: {text}"

@@ -54,10 +54,10 @@ def test_words_of_a_process_have_its_actors_name_once_that_is_known() -> None:
     assert _texts(merged.lines([Written("7", False, ["printed"])], NOW)) == ["maker-0: printed"]
 
 
-def test_no_secret_is_shown_and_no_control_character() -> None:
-    text = _said(NOW, "\x1b[31mred\x1b[0m \x07 user:pass-word and pass-word\tgo")
+def test_no_secret_is_shown_and_no_colour_and_control_characters_are_written_out() -> None:
+    text = _said(NOW, "\x1b[31mred\x1b[0m \x07 user:pass-word and pass-word go")
     [line] = _lines(("pass-word", "user:pass-word")).lines([Written("1", True, [text])], NOW)
-    assert line.text == "maker-0: red  *** and ***\tgo"
+    assert line.text == r"maker-0: red \x07 *** and *** go"
 
 
 def test_a_line_of_progress_that_an_actor_says_is_not_one_of_the_flow() -> None:

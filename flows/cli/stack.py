@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from datetime import datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from flows.cli import output
 from flows.cli.output import Flag, Json, write_json
@@ -14,11 +20,18 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+_PROGRAM = str(Path(sys.executable).with_name("rlhf"))
 _MIB = 2**20
 _STYLES = {"running": "green", "well": "green", "warning": "yellow", "none": "dim", "stopped": "dim"}
 
 
-def up(*, new_password: Flag = False) -> int:
+def up(
+    *,
+    new_password: Flag = False,
+    supervise: Flag = False,
+    systemd: Flag = False,
+    again: Annotated[Flag, Parameter(show=False)] = False,
+) -> int:
     """Start the local stack, or what is missing of it.
 
     Object store, Prefect server, work pool, worker and all deployments of prefect.yaml; what runs already is
@@ -26,16 +39,50 @@ def up(*, new_password: Flag = False) -> int:
 
     Args:
         new_password: have the Prefect server ask for another password from now on; not while flow runs are at work.
+        supervise: go on in the foreground, and start again what dies or does not answer, until `rlhf down`.
+        systemd: with --supervise, start nothing: write a unit of your systemd that does it, also after a reboot.
+        again: start what does not work for the supervisor that calls this.
     """
     from infra import services
+    from infra.errors import ServiceError
+    from infra.process_record import ProcessRecord
     from infra.settings import settings
 
     console = output.console()
-    known = settings()
-    state = services.up(known, _teller(console), new_password=new_password)
+    known, tell = settings(), _teller(console)
+    if systemd:
+        if not supervise or new_password:
+            raise ServiceError("--systemd goes with --supervise alone")
+        return _write_unit(console)
+    if supervise or again:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # ends what was being started, as Ctrl-C does
+    if again:
+        services.bring_back(known, tell, supervisor=ProcessRecord.of(os.getppid()))
+        return 0
+    us = ProcessRecord.of(os.getpid()) if supervise else None
+    state = services.up(known, tell, new_password=new_password, supervisor=us)
     console.print("the stack is up: rlhf status, rlhf doctor, rlhf down")
     how = services.how_to_open_the_ui(known, state.services["server"].address)
     console.print(how, soft_wrap=True)
+    if supervise:
+        services.supervise(tell, [_PROGRAM, "up", "--again"])
+    return 0
+
+
+def _write_unit(console: Console) -> int:
+    from infra import services
+    from infra.settings import settings
+
+    path = services.write_unit(settings(), _teller(console), [_PROGRAM, "up", "--supervise"])
+    lines = (
+        f"written: {path}",
+        "now, and at each login:       systemctl --user daemon-reload",
+        f"                              systemctl --user enable --now {services.UNIT}",
+        "at each boot, before a login: loginctl enable-linger",
+        f"what it does:                 journalctl --user --unit {services.UNIT} --follow",
+        f"never again:                  systemctl --user disable {services.UNIT}; rlhf down",
+    )
+    console.print("\n".join(lines), soft_wrap=True)
     return 0
 
 
@@ -78,6 +125,8 @@ def status(*, as_json: Json = False) -> int:
         total = sum(line.memory_bytes for line in lines)
         _print_table(console, ("service", "state", "address", "process", "memory"), rows)
         console.print(f"together {total / _MIB:,.0f} MiB")
+        for name, log in ((line.name, line.log) for line in lines if line.log is not None):
+            console.print(f"log of the {name}: {log}", soft_wrap=True)
         for server in (line for line in lines if line.name == "server" and line.pid is not None):
             how = services.how_to_open_the_ui(known, server.address)
             console.print(how, soft_wrap=True)
@@ -121,7 +170,7 @@ def deploy(*, pool: str = "rlhf", image: str | None = None) -> int:
     from infra.services.deploy_elsewhere import deploy_elsewhere
     from infra.settings import settings
 
-    deploy_elsewhere(settings(), pool, image, _teller(_console()))
+    deploy_elsewhere(settings(), pool, image, _teller(output.console()))
     return 0
 
 
@@ -146,7 +195,8 @@ def _teller(console: Console) -> Callable[[str], None]:
     from rich.text import Text
 
     def tell(line: str) -> None:
-        console.print(Text.assemble((f"{datetime.now().astimezone():%H:%M:%S}", "dim"), " ", visible(line)))
+        said = Text.assemble((f"{datetime.now().astimezone():%H:%M:%S}", "dim"), " ", visible(line))
+        console.print(said, soft_wrap=not console.is_terminal)
 
     return tell
 

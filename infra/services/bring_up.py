@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from infra.errors import ServiceError
 from infra.prefect_access import PASSWORD_FILE, know_stack_of
-from infra.process_record import describe
+from infra.process_record import ProcessRecord, describe
 from infra.services import automations, password, processes, runs, seaweed
 from infra.services.deployments import all_present, deploy, differences, source_digest
 from infra.services.ports import choose_port
@@ -25,6 +26,10 @@ from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_en
 _BEGIN = "# >>> rlhf up: rewritten by it, put your own lines outside"
 _END = "# <<< rlhf up"
 _OTHERS = 0o077
+_RECONNECTED_S = 30.0
+"""From a new server's first answer until the worker of the former one must have found it."""
+_HUNG_GRACE_S = 5.0
+"""What does not answer hardly ever ends when it is asked to."""
 
 
 def assignment(name: str, value: str) -> str:
@@ -77,7 +82,14 @@ _SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
 _S3_SECRET = "RLHF_S3_SECRET_KEY"
 
 
-def up(settings: Settings, report: Report, *, checkout: Path = CHECKOUT, new_password: bool = False) -> StackState:
+def up(
+    settings: Settings,
+    report: Report,
+    *,
+    checkout: Path = CHECKOUT,
+    new_password: bool = False,
+    supervisor: ProcessRecord | None = None,
+) -> StackState:
     """Bring the whole stack up, or what is missing of it; on failure end what this call has started.
 
     Args:
@@ -85,24 +97,53 @@ def up(settings: Settings, report: Report, *, checkout: Path = CHECKOUT, new_pas
         report: takes a line for each thing that is done.
         checkout: where `prefect.yaml` lies.
         new_password: whether another password is drawn for the Prefect server.
+        supervisor: the process that brings services back from now on, if one shall.
 
     Returns:
         What runs where.
 
     Raises:
-        ServiceError: if anything did not start: one sentence with the end of its log.
+        ServiceError: if anything did not start: one sentence with the end of its log; or if another supervises it.
     """
     make_home(settings.home)
     with locked(settings.home, report):
         bringing = _BringingUp(settings, report, checkout)
         try:
-            bringing.go(new_password=new_password)
+            if supervisor:
+                bringing.become_supervised(supervisor)
+            bringing.go(read_prefect_yaml(checkout), new_password=new_password)
         except BaseException:  # Ctrl-C as well
             bringing.undo()
             raise
         if bringing.refusal:
             raise bringing.refusal
         return bringing.state
+
+
+def bring_back(settings: Settings, report: Report, *, supervisor: ProcessRecord) -> None:
+    """Start those services of a supervised stack that do not work; what is registered stays as it is.
+
+    If some do not start, those that do stay. If the stack has been taken down meanwhile, nothing is done.
+
+    Args:
+        settings: as `infra.settings.settings` returns them.
+        report: takes a line for each thing that is done.
+        supervisor: the process that asks for it.
+
+    Raises:
+        ServiceError: if anything did not start.
+    """
+    with locked(settings.home, report):
+        bringing = _BringingUp(settings, report, CHECKOUT)
+        if bringing.state.supervisor != supervisor:
+            return
+        try:
+            bringing.go(None)
+        except ServiceError:
+            raise
+        except BaseException:
+            bringing.undo()
+            raise
 
 
 class _BringingUp:
@@ -122,8 +163,17 @@ class _BringingUp:
         """What was not done, reported once all else is done."""
         know_stack_of(self.home)
 
-    def go(self, *, new_password: bool) -> None:
-        entries = read_prefect_yaml(self.checkout)
+    def become_supervised(self, supervisor: ProcessRecord) -> None:
+        former = self.state.supervisor
+        if former and former != supervisor and former.process():
+            raise ServiceError(
+                f"the stack is supervised already, by process {former.pid}; end that one first, or leave it to it"
+            )
+        self.state.supervisor = supervisor
+        self.state.save(self.home)
+
+    def go(self, entries: dict[str, DeploymentEntry] | None, *, new_password: bool = False) -> None:
+        """Do it; None in place of the deployments leaves them as they are."""
         self.password = self._password(new=new_password)
         self._make_directories()
         store, server = self._store(), self._server()
@@ -140,6 +190,8 @@ class _BringingUp:
         self._write_files(variables)
         make_work_pool(api_url)
         its_worker = worker(self.home, self.state.socket_dir or self.home, api_url, variables)
+        if new_server:
+            its_worker = replace(its_worker, settle_timeout_s=_RECONNECTED_S)
         worker_stays = self._stays(its_worker)
         if not worker_stays:
             for settled in runs.settle_lost_runs(api_url, for_good=False):
@@ -149,7 +201,8 @@ class _BringingUp:
             for name in automations.catch_up(api_url, server_began=its_server.create_time()):
                 self.report(f"run {name} crashed while the server was killed: this is seen to now")
         new_worker = None if worker_stays else self._spawn(its_worker)
-        self._deploy(api_url, entries)
+        if entries is not None:
+            self._deploy(api_url, entries)
         if new_worker:
             self._await(its_worker, new_worker)
 
@@ -270,8 +323,9 @@ class _BringingUp:
         record = self.state.services.get(service.name)
         process = record.process() if record else None
         if record and process:
+            grace_s = 15.0
             if record.fingerprint != service.fingerprint:
-                if service.name == "worker" and runs.engines(self.state.id):
+                if service.name == "worker" and runs.engines(self.state.id) and self._is_well(service, process):
                     self.report("the worker keeps its old settings while it has flow runs; run `rlhf up` after them")
                     return True
                 self.report(f"{service.title} has new settings: starting it anew")
@@ -280,7 +334,8 @@ class _BringingUp:
                 return True
             else:
                 self.report(f"{service.title} does not answer: starting it anew")
-            self._end(service, process)
+                grace_s = _HUNG_GRACE_S
+            self._end(service, process, grace_s=grace_s)
         return False
 
     def _spawn(self, service: Service) -> psutil.Process:
@@ -298,10 +353,10 @@ class _BringingUp:
             return False
         return True
 
-    def _end(self, service: Service, process: psutil.Process) -> None:
+    def _end(self, service: Service, process: psutil.Process, *, grace_s: float) -> None:
         # A worker that is asked to end kills its flow runs; one that is killed leaves them to finish.
         doomed = [process] if service.name == "worker" else processes.tree(process)
-        if left := processes.end(doomed, grace_s=0.0 if service.name == "worker" else 15.0):
+        if left := processes.end(doomed, grace_s=0.0 if service.name == "worker" else grace_s):
             names = ", ".join(describe(each) for each in left)
             raise ServiceError(f"{service.title} does not end, in spite of SIGKILL: {names}")
 

@@ -58,6 +58,8 @@ class StackState(BaseModel):
     """Digest of what the deployments were made from."""
     registered: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """What prefect.yaml said of each deployment when it was last registered: what differs since is a person's."""
+    supervisor: ProcessRecord | None = None
+    """The process that brings services back; it ends once it is no longer named here."""
 
     @classmethod
     def load(cls, home: Path) -> StackState:
@@ -168,3 +170,13 @@ def locked(home: Path, report: Callable[[str], None], *, timeout_s: float = 300.
     with held:
         file.write_text(str(os.getpid()))
         yield
+
+
+def is_locked(home: Path) -> bool:
+    """Whether a command is changing the stack."""
+    lock = FileLock(home / LOCK_FILE, mode=0o600, fallback_to_soft=False)
+    try:
+        with lock.acquire(blocking=False):
+            return False
+    except Timeout:
+        return True

@@ -25,7 +25,7 @@ class ServiceStatus(NamedTuple):
 
     name: str
     state: str
-    """`running`, `not answering`, `died` or `stopped`."""
+    """`running`, `not answering`, `died` or `stopped`; `none` where nothing has to run."""
     address: str
     pid: int | None
     memory_bytes: int
@@ -34,7 +34,7 @@ class ServiceStatus(NamedTuple):
 
 
 def status(settings: Settings) -> list[ServiceStatus]:
-    """Return a line for each service, and one for the processes of flow runs and their Ray clusters.
+    """Return a line for each service, for its supervisor, and for the processes of flow runs and their Ray clusters.
 
     Raises:
         ServiceError: if the stack's state file is damaged.
@@ -47,6 +47,9 @@ def status(settings: Settings) -> list[ServiceStatus]:
         if name != "store" or line.pid is not None or settings.wants_local_store:
             lines.append(line)
         counted |= {process.pid for process in members}
+    supervisor = state.supervisor.process() if state.supervisor else None
+    counted |= {supervisor.pid} if supervisor else set()
+    lines.append(_supervisor(supervisor))
     others = [process for process in processes.marked(state.id) if process.pid not in counted]
     word = "running" if others else "none"
     lines.append(ServiceStatus("runs", word, f"processes: {len(others)}", None, processes.memory_bytes(others), None))
@@ -84,6 +87,13 @@ def how_to_open_the_ui(settings: Settings, address: str) -> str:
     return f"Prefect UI: {address} (it asks for a password: the line in {settings.home / PASSWORD_FILE})"
 
 
+def _supervisor(process: psutil.Process | None) -> ServiceStatus:
+    """Return its line; a stack that nobody supervises lacks nothing."""
+    if process is None:
+        return ServiceStatus("supervisor", "none", "", None, 0, None)
+    return ServiceStatus("supervisor", "running", "", process.pid, processes.memory_bytes([process]), None)
+
+
 def _service(name: str, state: StackState) -> tuple[ServiceStatus, list[psutil.Process]]:
     record = state.services.get(name)
     if record is None:
@@ -94,12 +104,19 @@ def _service(name: str, state: StackState) -> tuple[ServiceStatus, list[psutil.P
     members = processes.tree(process)
     if name == "worker":  # flow runs, which descend from it, have their own line
         members = [process, *(each for each in members if is_flow_server(each))]
-    word = "running" if _is_well(name, state, process) else "not answering"
+    word = "running" if is_well(name, state, process) else "not answering"
     line = ServiceStatus(name, word, record.address, process.pid, processes.memory_bytes(members), record.log)
     return line, members
 
 
-def _is_well(name: str, state: StackState, process: psutil.Process) -> bool:
+def is_well(name: str, state: StackState, process: psutil.Process) -> bool:
+    """Whether a service answers; the worker does so through the server.
+
+    Args:
+        name: of the service.
+        state: of the stack.
+        process: the service's.
+    """
     if name == "store":
         return store_is_healthy(state.services[name].address)
     server = state.services.get("server")

@@ -22,6 +22,8 @@ _RUNS_GRACE_S = 40.0
 _CLUSTERS_GRACE_S = 10.0
 """For the watchdogs of clusters whose flow was killed."""
 _SERVICES_GRACE_S = 15.0
+_SUPERVISOR_GRACE_S = 60.0
+"""For a supervisor to end what it is just starting."""
 
 
 def down(settings: Settings, report: Report) -> int:
@@ -36,8 +38,11 @@ def down(settings: Settings, report: Report) -> int:
     """
     if not settings.home.is_dir():
         return 0
+    _end_supervision(StackState.load(settings.home), report)
     with locked(settings.home, report):
         state = StackState.load(settings.home)
+        state.supervisor = None
+        state.save(settings.home)
         live = {name: process for name, record in state.services.items() if (process := record.process())}
         removed: dict[str, Any] = {}
         if "server" in live:
@@ -57,6 +62,13 @@ def down(settings: Settings, report: Report) -> int:
         remove_sockets(state)
         state.save(settings.home)
         return len(live)
+
+
+def _end_supervision(state: StackState, report: Report) -> None:
+    """Have the supervisor end now, and what it is just starting: else it would notice within seconds."""
+    if state.supervisor and (process := state.supervisor.process()):
+        report("ending supervision")
+        processes.end([process], grace_s=_SUPERVISOR_GRACE_S)
 
 
 def remove_sockets(state: StackState) -> None:

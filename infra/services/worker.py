@@ -35,7 +35,7 @@ EVERY_WORKER = {
 }
 """Environment of a worker and its flows wherever they run; the files of infra/deploy have the same."""
 _HEARTBEAT_S = 5
-_STALE_S = 60.0
+_STALE_S = 4.0 * _HEARTBEAT_S
 
 
 def make_work_pool(api_url: str) -> None:
@@ -79,7 +79,7 @@ def worker(home: Path, socket_dir: Path, api_url: str, environment: Mapping[str,
         address=f"work pool {WORK_POOL}",
         probe=lambda process: missing(api_url, process),
         start_timeout_s=120.0,
-        settle_timeout_s=30.0,
+        settle_timeout_s=10.0,
     )
 
 

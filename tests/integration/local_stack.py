@@ -166,6 +166,23 @@ class LocalStack:
         """Bring the stack up, or what is missing of it, and return what the command said."""
         return self._succeed("up")
 
+    @contextmanager
+    def supervised(self) -> Iterator[None]:
+        """Have the stack supervised; what the supervisor says is in `supervisor.out`."""
+        said = self.home / "supervisor.out"
+        with said.open("wb") as out:
+            command = ("rlhf", "up", "--supervise")
+            process = subprocess.Popen(
+                command, cwd=CHECKOUT, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+        try:
+            wait_for(lambda: "is supervised" in said.read_text() or process.poll(), "supervision", timeout_s=300)
+            assert process.poll() is None, said.read_text()
+            yield
+        finally:
+            process.terminate()
+            process.wait(timeout=120)
+
     def down(self) -> str:
         """Take the stack down, and return what the command said."""
         return self._succeed("down")
@@ -200,6 +217,14 @@ class LocalStack:
     def pids(self) -> dict[str, int]:
         """Return the process of each service that runs."""
         return {name: record.pid for name, record in self.state.services.items() if record.process()}
+
+    def service_states(self) -> dict[str, str]:
+        """Return what `rlhf status` says of each service."""
+        return {line["name"]: line["state"] for line in read_json(self.type("rlhf", "status", "--json"))}
+
+    def works(self) -> bool:
+        """Whether all services do."""
+        return self.service_states().items() >= dict.fromkeys(("store", "server", "worker"), "running").items()
 
     def processes(self) -> list[psutil.Process]:
         return processes.marked(self.state.id)

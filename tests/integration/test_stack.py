@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
@@ -255,6 +256,16 @@ def test_what_actors_say_is_in_the_runs_log_in_order_and_bounded_also_what_a_kil
     order = [text for _, text in lines()]
     assert order.index("trainer: the key is ***") < order.index("maker-0: the key is ***")
     assert order.index("maker-0: and an error") < order.index("trainer: goodbye")
+
+
+def test_a_supervised_service_comes_back_and_outlives_its_supervisor(stack: LocalStack) -> None:
+    before = stack.pids()
+    with stack.supervised():
+        psutil.Process(before["worker"]).kill()
+        wait_for(lambda: stack.pids().get("worker") not in (None, before["worker"]), "another worker", timeout_s=120)
+        wait_for(stack.works, "the stack to work", timeout_s=120, every_s=1)
+    after = stack.pids()
+    assert {name for name in after if after[name] != before[name]} == {"worker"}
 
 
 def test_a_run_finds_the_store_and_a_schedule_runs_by_itself(stack: LocalStack) -> None:

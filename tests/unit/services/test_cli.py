@@ -89,6 +89,7 @@ def test_status_of_a_stack_that_never_ran_says_stopped(capsys: pytest.CaptureFix
         ("store", "stopped"),
         ("server", "stopped"),
         ("worker", "stopped"),
+        ("supervisor", "none"),
         ("runs", "none"),
     ]
 

@@ -18,7 +18,7 @@ from infra.services import seaweed
 from infra.services.prefect_server import prefect_server
 from infra.services.service import Service, stack_environment
 from infra.services.state import StackState
-from infra.services.status import _is_well
+from infra.services.status import is_well
 
 
 class Stranger(BaseHTTPRequestHandler):
@@ -104,5 +104,5 @@ def test_whoever_is_at_the_port_of_a_server_that_has_died_is_not_asked_for_its_w
     state = StackState(services={"server": service.record(starting)})
     starting.kill()
     starting.wait(30)
-    assert not _is_well("worker", state, psutil.Process())
+    assert not is_well("worker", state, psutil.Process())
     assert Stranger.told == []

@@ -328,7 +328,7 @@ class _BringingUp:
                 if service.name == "worker" and runs.engines(self.state.id) and self._is_well(service, process):
                     self.report("the worker keeps its old settings while it has flow runs; run `rlhf up` after them")
                     return True
-                self.report(f"{service.title} has new settings: starting it anew")
+                self.report(f"{service.title} has new settings or another version: starting it anew")
             elif self._is_well(service, process):
                 self.report(f"{service.title} runs: {record.address}")
                 return True

@@ -86,4 +86,5 @@ def prefect_server(home: Path, port: int, database_url: str | None, password: st
         probe=lambda process: answers_itself(process, port, healthy=prefect_api.is_healthy(f"{address}/api")),
         start_timeout_s=180.0,
         settle_timeout_s=15.0,
+        packages=("prefect", "rlhf-flows"),  # ours orders its events
     )

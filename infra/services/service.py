@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -58,11 +59,14 @@ class Service:
     start_timeout_s: float
     settle_timeout_s: float
     """How long we wait for a running one that does not answer, before it counts as broken."""
+    packages: tuple[str, ...] = ()
+    """What the program is made of: a process of another version is replaced."""
 
     @property
     def fingerprint(self) -> str:
         """Digest of what the service was started with."""
-        text = json.dumps([self.command, sorted(self.environment.items()), str(self.cwd)])
+        versions = [version(package) for package in self.packages]
+        text = json.dumps([self.command, sorted(self.environment.items()), str(self.cwd), versions])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def spawn(self, stack_id: str) -> psutil.Process:

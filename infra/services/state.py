@@ -29,7 +29,7 @@ class ServiceRecord(BaseModel):
 
     identity: ProcessRecord
     fingerprint: str
-    """Digest of command and environment: if it changes, the service must be restarted."""
+    """Digest of command, environment and versions: if it changes, the service must be restarted."""
     address: str
     log: Path
 

@@ -80,6 +80,7 @@ def worker(home: Path, socket_dir: Path, api_url: str, environment: Mapping[str,
         probe=lambda process: missing(api_url, process),
         start_timeout_s=120.0,
         settle_timeout_s=10.0,
+        packages=("prefect", "rlhf-flows"),  # ours is its plugin
     )
 
 

@@ -106,3 +106,11 @@ def test_whoever_is_at_the_port_of_a_server_that_has_died_is_not_asked_for_its_w
     starting.wait(30)
     assert not is_well("worker", state, psutil.Process())
     assert Stranger.told == []
+
+
+def test_a_service_of_another_version_is_another(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = service.fingerprint
+    assert service.fingerprint == before
+    assert service.packages
+    monkeypatch.setattr("infra.services.service.version", lambda package: f"a later {package}")
+    assert service.fingerprint != before

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 import psutil
 
 from infra.errors import InfraError
 from infra.lock_file import locked_packages
+from infra.loopback import open_url
 from infra.prefect_access import PASSWORD_FILE, access_to
-from infra.services import automations, prefect_api
+from infra.services import automations, gpus, prefect_api
 from infra.services.password import read_password
 from infra.services.ports import holder, is_free
 from infra.services.prefect_server import PREFECT_PORT
 from infra.services.prefect_yaml import read_prefect_yaml
-from infra.services.processes import tree
+from infra.services.processes import marked, tree
+from infra.services.runs import engines
 from infra.services.seaweed import KEYS_FILE, S3_PORT, SECRET_FILE
 from infra.services.state import ServiceRecord, StackState, exposure_of
 from infra.services.status import running_api_url, status
@@ -30,6 +41,8 @@ _QUICKSTART_MEMORY = 12 * _GIB
 _DISK = 10 * _GIB
 _SHARED_MEMORY = 2 * _GIB
 _LONGEST_COMMAND = 60
+_CLOCK_S = 10.0
+_BLOCK, _WORTH_TELLING = 512, 0.05 * _GIB
 
 
 class Finding(NamedTuple):
@@ -49,7 +62,10 @@ def diagnose(settings: Settings, *, checkout: Path = CHECKOUT) -> list[Finding]:
         _compiler,
         lambda: _memory(settings),
         lambda: _disk(settings),
+        lambda: _growth(settings),
         _shared_memory,
+        lambda: _gpus(settings),
+        lambda: _clock(settings),
         lambda: _pins(checkout),
         lambda: _ports(settings),
         lambda: _environment(settings),
@@ -59,6 +75,7 @@ def diagnose(settings: Settings, *, checkout: Path = CHECKOUT) -> list[Finding]:
         lambda: _services(settings),
         lambda: _restarts(settings),
         lambda: _bucket(settings),
+        lambda: _retention(settings),
     )
     return [finding for check in checks for finding in check()]
 
@@ -98,6 +115,33 @@ def _disk(settings: Settings) -> Iterator[Finding]:
         yield Finding("disk", "warning", seen, "free 10 GiB, or set RLHF_HOME to a larger disk")
 
 
+def _growth(settings: Settings) -> Iterator[Finding]:
+    """How large the parts of the home are: they grow with each run."""
+    if not settings.home.is_dir():
+        return
+    parts: Counter[str] = Counter()
+    seen: set[tuple[int, int]] = set()
+    for place, _, names in os.walk(settings.home):
+        part = Path(place).relative_to(settings.home).parts[:1]
+        for name in names:
+            with suppress(OSError):  # gone in the meantime
+                found = Path(place, name).lstat()
+                if (found.st_dev, found.st_ino) not in seen:
+                    seen.add((found.st_dev, found.st_ino))
+                    parts["".join(part) or "the rest"] += found.st_blocks * _BLOCK
+    total = parts.total()
+    told = ", ".join(f"{part} {size / _GIB:.1f}" for part, size in parts.most_common() if size >= _WORTH_TELLING)
+    what = f"{settings.home} has {total / _GIB:.1f} GiB{f' ({told})' if told else ''}"
+    if total <= shutil.disk_usage(settings.home).free:
+        yield Finding("growth", "well", what)
+    else:
+        advice = (
+            "as much again does not fit: retire old artifacts (`rlhf artifacts collect`, RLHF_RETENTION), lower "
+            "RLHF_CACHE_LIMIT_GB, or set RLHF_HOME to a larger disk"
+        )
+        yield Finding("growth", "warning", what, advice)
+
+
 def _shared_memory() -> Iterator[Finding]:
     place = Path("/dev/shm")
     if not place.is_dir():
@@ -109,6 +153,87 @@ def _shared_memory() -> Iterator[Finding]:
         yield Finding("shared memory", "well", seen)
     else:
         yield Finding("shared memory", "warning", seen, "give the container 2 GiB or more (docker run --shm-size=4g)")
+
+
+def _gpus(settings: Settings) -> Iterator[Finding]:
+    if not gpus.has_gpu():
+        return
+    try:
+        driver = gpus.read_driver()
+    except InfraError as error:
+        yield Finding("GPU driver", "wrong", str(error), "mend the NVIDIA driver, or have the container given the GPU")
+        return
+    built = gpus.cuda_of_torch()
+    seen = (
+        f"driver {driver.version} for CUDA up to {driver.cuda or '?'}, torch for {f'CUDA {built}' if built else 'CPUs'}"
+    )
+    if built is None:
+        yield Finding("GPU driver", "warning", seen, "runs will use no GPU: install a torch that is built for CUDA")
+    elif _major(built) > _major(driver.cuda):
+        yield Finding("GPU driver", "wrong", seen, "install a later driver, or a torch that is built for its CUDA")
+    else:
+        yield Finding("GPU driver", "well", seen)
+    state = StackState.load(settings.home) if settings.home.is_dir() else StackState()
+    ours = {process.pid for process in marked(state.id)}
+    for number, gpu in enumerate(driver.gpus):
+        mine = sum(gpu.users[pid] for pid in ours & gpu.users.keys())
+        seen = f"{gpu.name}: {gpu.used_bytes / _GIB:.1f} GiB of {gpu.total_bytes / _GIB:.1f} are used"
+        if gpu.used_bytes - mine < _GIB or (engines(state.id) and not mine):  # a container may not see whose they are
+            yield Finding(f"GPU {number}", "well", seen)
+        else:
+            who = ", ".join(_command(psutil.Process(pid)) for pid in gpu.users.keys() - ours if psutil.pid_exists(pid))
+            advice = "end what uses it, or give runs another one: CUDA_VISIBLE_DEVICES"
+            yield Finding(
+                f"GPU {number}", "warning", f"{seen}, not by this stack{f' but by {who}' if who else ''}", advice
+            )
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0] or 0)
+
+
+def _clock(settings: Settings) -> Iterator[Finding]:
+    """Whether this machine's clock agrees with those of the servers that it works with."""
+    from infra.artifacts.backend import CLOCK_LIMIT  # noqa: PLC0415 - as in `_bucket`
+
+    apart = {}
+    if api_url := running_api_url(settings) or settings.prefect_api_url:
+        apart["the Prefect server"] = _ahead_s(f"{api_url}/health", tls_of=api_url)
+    if settings.store_url.startswith("s3:") and settings.model_fields_set & {"store_url", "s3_endpoint_url"}:
+        apart["the artifact store"] = _ahead_s(settings.s3_endpoint_url or "https://s3.amazonaws.com")
+    known = {name: ahead_s for name, ahead_s in apart.items() if ahead_s is not None}
+    now = datetime.now().astimezone()
+    zone = f"{now:%H:%M} in the time zone {now:%Z} (UTC{now:%z})"
+    wrong = {name: ahead_s for name, ahead_s in known.items() if abs(ahead_s) > _CLOCK_S}
+    if not wrong:
+        agreeing = " and ".join(known)
+        yield Finding("clock", "well", f"{zone}{f', in agreement with {agreeing}' if known else ''}")
+        return
+    told = (f"{abs(by):.0f} s {'ahead of' if by > 0 else 'behind'} that of {name}" for name, by in wrong.items())
+    worst = max(abs(ahead_s) for ahead_s in wrong.values())
+    verdict: Literal["warning", "wrong"] = "wrong" if worst > CLOCK_LIMIT.total_seconds() else "warning"
+    yield Finding("clock", verdict, f"{zone}: {' and '.join(told)}", "set the clock of the one that is wrong (NTP)")
+
+
+def _ahead_s(url: str, *, tls_of: str | None = None) -> float | None:
+    """Return by how much our clock is ahead of that of a server, to a second; None if it does not tell.
+
+    Args:
+        url: is asked for without credentials.
+        tls_of: address of the API by which the server is recognised.
+    """
+    try:
+        tls = access_to(tls_of).tls() if tls_of and urlsplit(tls_of).scheme == "https" else None
+        with open_url(url, timeout_s=5.0, tls=tls) as answer:
+            said = answer.headers["Date"]
+    except HTTPError as refused:
+        said = refused.headers["Date"]
+    except (OSError, HTTPException, InfraError, ValueError):
+        return None
+    try:
+        return time.time() - parsedate_to_datetime(said or "").timestamp() - 0.5  # it is cut to a second
+    except ValueError:
+        return None
 
 
 def _pins(checkout: Path) -> Iterator[Finding]:
@@ -231,7 +356,7 @@ def _deployments(checkout: Path) -> Iterator[Finding]:
 
 def _services(settings: Settings) -> Iterator[Finding]:
     for line in status(settings):
-        if line.name == "runs":
+        if line.name in {"runs", "supervisor"}:
             continue
         if line.state == "running":
             yield Finding(line.name, "well", f"runs at {line.address}")
@@ -283,3 +408,15 @@ def _bucket(settings: Settings) -> Iterator[Finding]:
         yield Finding("artifact store", "wrong", str(error), "run `rlhf up`, or correct RLHF_STORE_URL and RLHF_S3_*")
     else:
         yield Finding("artifact store", "well", settings.store_url)
+
+
+def _retention(settings: Settings) -> Iterator[Finding]:
+    from infra.artifacts import Retention  # noqa: PLC0415 - as above
+
+    try:
+        rule = Retention.parse(settings.retention)
+    except InfraError as error:
+        yield Finding("retention", "wrong", str(error), "correct RLHF_RETENTION")
+    else:
+        seen = f"newest versions kept: {rule}, and all of other kinds; cache: {settings.cache_limit_gb:g} GB at most"
+        yield Finding("retention", "well", seen)

@@ -1,18 +1,25 @@
-"""`rlhf doctor` on ports: who holds one, and what `rlhf up` will do."""
+"""`rlhf doctor`: who holds a port, who may know a password, what the clock, the disk and the GPUs are like."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from infra.process_record import ProcessRecord
-from infra.services import doctor
+from infra.services import doctor, gpus
 from infra.services.doctor import Finding
 from infra.services.password import keep_password
 from infra.services.ports import free_port
@@ -140,3 +147,137 @@ def test_an_exported_password_that_is_not_the_stacks_is_told(home: Path, monkeyp
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "hunter:2")
     [finding] = doctor._environment(Settings(home=home))
     assert finding.seen == "PREFECT_API_AUTH_STRING is exported, and is not the password of the stack's server"
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """A server whose clock is some seconds behind ours, and that lets nobody in."""
+
+    behind_s = 0
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_GET(self) -> None:
+        self.send_error(403)
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string((timestamp or time.time()) - self.behind_s)
+
+
+@pytest.mark.parametrize(
+    ("behind_s", "verdict", "seen"),
+    [
+        (0, "well", "), in agreement with the artifact store"),
+        (60, "warning", "): 60 s ahead of that of the artifact store"),
+        (-3600, "wrong", "): 3600 s behind that of the artifact store"),
+    ],
+)
+def test_a_clock_that_is_not_the_stores_is_told(
+    home: Path, monkeypatch: pytest.MonkeyPatch, behind_s: int, verdict: str, seen: str
+) -> None:
+    monkeypatch.setattr(Elsewhere, "behind_s", behind_s)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        [found] = doctor._clock(Settings(home=home, store_url="s3://bucket", s3_endpoint_url=address))
+        server.shutdown()
+    assert found.verdict == verdict
+    assert re.sub(r"\b(59|61) s", "60 s", re.sub(r"\b(3599|3601) s", "3600 s", found.seen)).endswith(seen)
+
+
+def test_the_parts_of_the_home_are_told_by_size_and_a_file_with_two_names_once(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in ("cache", "store"):
+        (home / part / "inside").mkdir(parents=True)
+    (home / "store" / "inside" / "a").write_bytes(b"a" * (110 << 20))
+    os.link(home / "store" / "inside" / "a", home / "store" / "b")
+    (home / "cache" / "inside" / "c").write_bytes(b"c" * (60 << 20))
+    [found] = doctor._growth(Settings(home=home))
+    assert found == Finding("growth", "well", f"{home} has 0.2 GiB (store 0.1, cache 0.1)")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    [found] = doctor._growth(Settings(home=home))
+    assert found.verdict == "warning"
+    assert found.advice.startswith("as much again does not fit")
+
+
+NVIDIA_SMI = """#!/bin/sh
+test "$*" = "-q -x" || exit 2
+cat <<END
+<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
+<nvidia_smi_log>
+<driver_version>550.54.15</driver_version>
+<cuda_version>12.4</cuda_version>
+<gpu id="00000000:41:00.0">
+<product_name>NVIDIA H100</product_name>
+<fb_memory_usage><total>81920 MiB</total><reserved>500 MiB</reserved><used>40960 MiB</used></fb_memory_usage>
+<processes><process_info><pid>{pid}</pid><used_memory>40448 MiB</used_memory></process_info></processes>
+</gpu>
+<gpu id="00000000:42:00.0">
+<product_name>NVIDIA H100</product_name>
+<fb_memory_usage><total>81920 MiB</total><reserved>500 MiB</reserved><used>1 MiB</used></fb_memory_usage>
+<processes></processes>
+</gpu>
+</nvidia_smi_log>
+END
+"""
+
+
+@pytest.fixture
+def gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, the first of which this process uses, as the driver's own program tells of them."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(NVIDIA_SMI.format(pid=os.getpid()))
+    program.chmod(0o755)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path / "dev")
+
+
+@pytest.mark.usefixtures("gpu_machine")
+@pytest.mark.parametrize(
+    ("built", "verdict", "seen"),
+    [
+        ("12.8", "well", "driver 550.54.15 for CUDA up to 12.4, torch for CUDA 12.8"),
+        ("13.0", "wrong", "driver 550.54.15 for CUDA up to 12.4, torch for CUDA 13.0"),
+        (None, "warning", "driver 550.54.15 for CUDA up to 12.4, torch for CPUs"),
+    ],
+)
+def test_a_driver_that_does_not_run_torchs_cuda_is_wrong(
+    home: Path, monkeypatch: pytest.MonkeyPatch, built: str | None, verdict: str, seen: str
+) -> None:
+    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: built)
+    found = next(doctor._gpus(Settings(home=home)))
+    assert (found.name, found.verdict, found.seen) == ("GPU driver", verdict, seen)
+
+
+@pytest.mark.usefixtures("gpu_machine")
+def test_memory_of_a_gpu_that_others_have_is_told_with_who_has_it(home: Path) -> None:
+    _, first, second = doctor._gpus(Settings(home=home))
+    assert (first.name, first.verdict) == ("GPU 0", "warning")
+    who = f"not by this stack but by process {os.getpid()} ("
+    assert first.seen.startswith(f"NVIDIA H100: 40.0 GiB of 80.0 are used, {who}")
+    assert second == Finding("GPU 1", "well", "NVIDIA H100: 0.0 GiB of 80.0 are used")
+
+
+def test_a_machine_without_a_gpu_is_told_nothing_of_gpus(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    assert list(doctor._gpus(Settings(home=home))) == []
+
+
+def test_the_cuda_of_torch_is_what_torch_says_without_its_import() -> None:
+    code = "import sys; from infra.services.gpus import cuda_of_torch; print(cuda_of_torch(), 'torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said == f"{torch.version.cuda} False\n"
+
+
+def test_a_retention_that_cannot_be_read_is_told_before_a_night_ends_of_it(home: Path) -> None:
+    [found] = doctor._retention(Settings(home=home, retention="policy=50"))
+    assert found.seen == "newest versions kept: ppo-state=2, policy=50, and all of other kinds; cache: 50 GB at most"
+    [found] = doctor._retention(Settings(home=home, retention="policies=50"))
+    assert found.verdict == "wrong"

@@ -77,8 +77,9 @@ def deploy(
     for name in entries:
         if (there := prefect_api.deployment(api_url, name)) is not None:
             theirs = _values_of(there)
-            # Of what an earlier release did not write down, all that differs is the person's.
-            before = _of_both(says[name], theirs) | said_before.get(name, {})
+            # Of what an earlier release did not write down, all that differs is the person's, but for our own words.
+            unknown = _of_both(says[name], theirs) | {"description": theirs["description"]}
+            before = unknown | said_before.get(name, {})
             wanted[name] = _merged(before, theirs, says[name])
             _keep_waiting_runs(api_url, name)
     told: Values = {"deployments": [entries[name].with_values(wanted[name]) for name in entries]}

@@ -105,6 +105,10 @@ class Settings(BaseSettings):
     """A Ray cluster of your own (host:port) for runs that name none in `ppo.cluster.address`; None starts one each."""
     server_patience_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     """How long a run waits for a Prefect server that is away; None: sixteen minutes. Commands that one types do not."""
+    stage_timeout_s: float = Field(86_400.0, gt=0, le=1e9)
+    """Longest time for one attempt of a stage, such as SFT or an evaluation; then the run has failed."""
+    flow_timeout_s: float = Field(604_800.0, gt=0, le=1e9)
+    """Longest time for a whole flow; then the run has failed."""
     data_dir: Path | None = None
     """Where tests find real data."""
     reward_modules: Annotated[tuple[str, ...], NoDecode] = ()

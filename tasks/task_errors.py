@@ -23,10 +23,12 @@ from prefect.exceptions import CrashedRun, FailedRun, Pause, TerminationSignal
 from prefect.states import Crashed, Failed
 
 from infra.errors import InfraError
+from infra.settings import settings
 from rlhf_core.counting import counted
 from rlhf_core.errors import RlhfError
 from tasks import failures
 from tasks.context import is_inner
+from tasks.deadlines import LateError, in_time
 from tasks.run_log import run_logger
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
                     around.enter_context(failures.attended_or_not(run))
                     around.enter_context(_telling_of_its_wait())
                 around.enter_context(_signals_as_themselves())
+                if not inner:
+                    around.enter_context(in_time("the flow", settings().flow_timeout_s, "RLHF_FLOW_TIMEOUT_S"))
                 return function(*args, **kwargs)
         except FailedRun as error:
             return _failed(str(error), _named(error))  # type: ignore[return-value]
@@ -158,7 +162,7 @@ def _ending(told: str, name: str, run: FlowRun | None) -> State[Any]:
 
 @contextlib.contextmanager
 def _signals_as_themselves() -> Iterator[None]:
-    """Raise the signal that ended what runs here, in place of an error that it brought about.
+    """Raise what ended the block from outside, a signal or a deadline, in place of an error that it brought about.
 
     Ray, told to end while it waits in C, raises a SystemError because of it; and what clears up after it may fail.
     """
@@ -166,7 +170,7 @@ def _signals_as_themselves() -> Iterator[None]:
         yield
     except Exception as error:
         behind: BaseException | None = error
-        while behind is not None and not isinstance(behind, TerminationSignal):
+        while behind is not None and not isinstance(behind, TerminationSignal | LateError):
             behind = behind.__cause__ or behind.__context__
         if behind is None:
             raise
@@ -220,7 +224,7 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
             retry_delay_seconds=list(failures.DELAYS_S),
             retry_condition_fn=failures.passes_in,
             **options,
-        )(_final_ones_in_a_sentence(function))
+        )(_final_ones_in_a_sentence(function, f"the stage {name}"))
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -244,13 +248,17 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
     return decorate
 
 
-def _final_ones_in_a_sentence(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a task return a Failed state where it met an expected error that does not pass; others it raises."""
+def _final_ones_in_a_sentence(function: Callable[P, R], what: str) -> Callable[P, R]:
+    """Let a task return a Failed state where it met an expected error that does not pass; others it raises.
+
+    One that does not end in time has met such an error.
+    """
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with _signals_as_themselves():
+            limit_s = settings().stage_timeout_s
+            with _signals_as_themselves(), in_time(what, limit_s, "RLHF_STAGE_TIMEOUT_S"):
                 return function(*args, **kwargs)
         except (RlhfError, InfraError) as error:
             if failures.passes(error):

@@ -101,6 +101,22 @@ def test_what_is_final_stops_a_run_at_once_with_its_sentence(
     assert not [line for line in deployed.log(run) if "Traceback" in line]
 
 
+@pytest.mark.parametrize("meets", ["nobody who answers", "a call that does not come back"])
+def test_a_stage_that_hangs_fails_at_its_deadline_with_a_sentence_and_leaves_no_process(
+    deployed: LocalStack, tmp_path: Path, meets: str
+) -> None:
+    env = {"RLHF_STAGE_TIMEOUT_S": "1"}
+    run = start_with(deployed, "failing/failing", env, directory=str(tmp_path), meets=meets)
+    await_end(deployed, run)
+    assert deployed.history(run) == ["Scheduled", *ONE_START, "Failed"]
+    assert [child["state_type"] for child in deployed.children(run)] == ["FAILED"]
+    said = deployed.message(run)
+    assert said.startswith("waited 1 s for the stage work to end, and it is still at tests/integration/tiny_flows/")
+    assert said.endswith("(work); if it needs more time, raise RLHF_STAGE_TIMEOUT_S")
+    assert starts(tmp_path) == [1]
+    wait_for(lambda: not deployed.processes_of(run), "the end of its process", timeout_s=30)
+
+
 @pytest.mark.stack
 def test_a_cluster_without_room_is_asked_again_within_the_run(
     deployed: LocalStack, store_proxy: FlakyProxy, tmp_path: Path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from pathlib import Path
 
 from prefect import flow
@@ -9,6 +11,7 @@ from prefect.runtime import flow_run
 
 from infra.errors import ClusterNotReadyError
 from rlhf_core.errors import DataError
+from tasks import deadlines
 from tasks.context import open_context
 from tasks.report.page import show_markdown
 from tasks.showing import only_shows
@@ -45,6 +48,13 @@ def work(directory: str, meets: str, start: int) -> None:
     attempts = Path(directory) / "attempts"
     with attempts.open("a") as told:
         told.write(f"{start}\n")
+    if meets == "nobody who answers":
+        threading.Event().wait()
+    if meets == "a call that does not come back":
+        deadlines.CLEARING_UP_S = 2.0
+        libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+        libc.pthread_mutex_lock(lock)
+        libc.pthread_mutex_lock(lock)
     if meets == "bad data":
         raise DataError("row 3 of rows.jsonl has no answer")
     if meets == "no room" and len(attempts.read_text().splitlines()) <= 2:

@@ -109,6 +109,13 @@ class Settings(BaseSettings):
     """Longest time for one attempt of a stage, such as SFT or an evaluation; then the run has failed."""
     flow_timeout_s: float = Field(604_800.0, gt=0, le=1e9)
     """Longest time for a whole flow; then the run has failed."""
+    runs_kept_days: float = Field(90.0, ge=1, le=36_500)
+    """How long the local Prefect server keeps a run that has ended, with its log, page and pictures. Its report stays
+    in the artifact store."""
+    batches_kept_days: float = Field(30.0, ge=1, le=36_500)
+    """How long a batch that PPO could not learn from stays in `failed-batches` of the home directory."""
+    log_limit_mb: float = Field(20.0, ge=0.1, allow_inf_nan=False)
+    """Size in MB of 1e6 bytes at which a service's log begins anew; its end is kept beside it once."""
     data_dir: Path | None = None
     """Where tests find real data."""
     reward_modules: Annotated[tuple[str, ...], NoDecode] = ()

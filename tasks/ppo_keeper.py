@@ -25,7 +25,7 @@ from rlhf_core.ppo.state import (
 from rlhf_core.types import Sample
 from tasks.models import with_base
 from tasks.results import PPORun
-from tasks.scratch import scratch_directory
+from tasks.scratch import FAILED_BATCHES, scratch_directory
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +147,8 @@ class StoreKeeper:
             )
 
     def keep_failed_batch(self, save: Callable[[Path], None]) -> str:
-        """Write the batch under RLHF_HOME, not into the store: it is for a person to look at, and then to delete."""
-        root = settings().home / "failed-batches"
+        """Write the batch under RLHF_HOME, not into the store, for a person to look at; `rlhf tidy` deletes it."""
+        root = settings().home / FAILED_BATCHES
         root.mkdir(parents=True, exist_ok=True)
         directory = Path(mkdtemp(prefix=f"{self._run.name}-", dir=root))
         save(directory)

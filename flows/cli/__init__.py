@@ -42,6 +42,7 @@ app.command("flows.cli.stack:status", name="status", help="Show what runs, where
 app.command("flows.cli.stack:doctor", name="doctor", help="Look for what would keep things from working.")
 app.command("flows.cli.stack:down", name="down", help="End everything of the local stack; data are kept.")
 app.command("flows.cli.stack:deploy", name="deploy", help="Register the deployments with another Prefect server.")
+app.command("flows.cli.stack:tidy", name="tidy", help="Delete what is old and what killed processes have left.")
 app.command(
     "flows.cli.stack:automations", name="automations", help="Have another Prefect server start crashed runs again."
 )

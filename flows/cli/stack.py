@@ -1,4 +1,4 @@
-"""`rlhf up`, `down`, `status`, `doctor`: the local stack. `deploy`, `automations`: for a server that is not ours."""
+"""`rlhf up`, `down`, `status`, `doctor`, `tidy`: the local stack. `deploy`, `automations`: for another server."""
 
 from __future__ import annotations
 
@@ -171,6 +171,20 @@ def deploy(*, pool: str = "rlhf", image: str | None = None) -> int:
     from infra.settings import settings
 
     deploy_elsewhere(settings(), pool, image, _teller(output.console()))
+    return 0
+
+
+def tidy() -> int:
+    """Delete what nobody needs any longer under RLHF_HOME and in the artifact store. The worker does so once a day.
+
+    Long logs of services begin anew (RLHF_LOG_LIMIT_MB); what killed processes left, and failed batches after a while
+    (RLHF_BATCHES_KEPT_DAYS), go; the store is collected as by `rlhf artifacts collect --delete` (RLHF_RETENTION). The
+    Prefect server deletes old runs by itself (RLHF_RUNS_KEPT_DAYS). Nothing of a live run is touched.
+    """
+    from infra.settings import settings
+    from tasks.tidy import tidy as delete_old
+
+    delete_old(settings(), _teller(output.console()))
     return 0
 
 

@@ -17,8 +17,10 @@ from infra.artifacts.backend import Backend, clock
 from infra.artifacts.catalog import Catalog
 from infra.artifacts.deletion import LEFTOVER, Retention, Survey, delete_unreached, survey
 from infra.artifacts.leases import LEASE_LIFE, live_leases
+from infra.artifacts.locks import RUN_LOCK
 from infra.artifacts.manifest import BlobEntry, Manifest, Sha256, first_complaint
-from infra.artifacts.ref import TRASH, parse_reference
+from infra.artifacts.plans import forget
+from infra.artifacts.ref import LOCKS, TRASH, parse_reference
 from infra.errors import StoreError
 
 _PURPOSE = "found unneeded; deleted after the grace time, if it is still unneeded then (rlhf artifacts collect)"
@@ -61,6 +63,7 @@ def collect(
         known.append(write_list(backend, seen.fresh))
     live_leases(backend)  # removes those of the dead
     for key in found.old_locks:
+        forget(backend, key.removeprefix(f"{LOCKS}{RUN_LOCK}").removesuffix(".json"))
         backend.delete(key)
     versions, blobs = _delete_ripe(backend, catalog, found, [each for each in known if each.age >= grace])
     sizes = {blob.sha256: blob.size for each in found.retired for blob in each.blobs} | found.blob_bytes

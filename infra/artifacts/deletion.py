@@ -158,7 +158,7 @@ class Survey:
     stale_keys: list[str]
     """Entries of the key index that lead to nothing. They need no grace time, because nothing is lost with them."""
     old_locks: list[str]
-    """Keys of the locks of runs that ended long ago: nobody starts them again."""
+    """Keys of the locks of runs that ended long ago: nobody starts them again. What they began with goes, too."""
     stale_leases: int
     unfinished: int
     """Deletions whose process was killed."""

@@ -94,6 +94,17 @@ def recall_all(backend: Backend, run: str) -> list[Answer]:
     return sorted((each for each in found if each is not None), key=lambda each: each.when)
 
 
+def forget(backend: Backend, run: str) -> None:
+    """Delete what a run was told: for one that ended long ago, and that nobody starts again.
+
+    Args:
+        backend: where.
+        run: id of the flow run.
+    """
+    prefix = plan_prefix(run)
+    in_parallel(lambda name: backend.delete(prefix + name), backend.children(prefix))
+
+
 def check_plans(backend: Backend, told: Callable[[StoreError], str]) -> list[str]:
     """Return which records cannot be read, a sentence each.
 

@@ -308,7 +308,13 @@ class _BringingUp:
                 preferred=preferred[::-1] if self.is_down else preferred,
                 taken=[port for name, port in ports.items() if name != "prefect"],
             )
-        return prefect_server(self.home, ports["prefect"], self.settings.database_url, self.password)
+        return prefect_server(
+            self.home,
+            ports["prefect"],
+            self.settings.database_url,
+            self.password,
+            self.settings.runs_kept_days,
+        )
 
     def _runs(self, name: str, port: int | None, demanded: int | None) -> bool:
         record = self.state.services.get(name)

@@ -51,7 +51,7 @@ def _users_own() -> dict[str, str]:
     }
 
 
-def prefect_server(home: Path, port: int, database_url: str | None, password: str) -> Service:
+def prefect_server(home: Path, port: int, database_url: str | None, password: str, runs_kept_days: float) -> Service:
     """Return the Prefect server as a service.
 
     Args:
@@ -59,9 +59,13 @@ def prefect_server(home: Path, port: int, database_url: str | None, password: st
         port: where it listens, on the loopback address.
         database_url: None for sqlite in the home directory.
         password: user:password, which it asks everybody for.
+        runs_kept_days: how long it keeps a run that has ended.
     """
     address = f"http://127.0.0.1:{port}"
     environment = {
+        # The server deletes old runs with their logs and pages by itself; it already does so with events, after a week.
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": f"{runs_kept_days * 24 * 3600:.0f}",
         **_users_own(),
         **prefect_environment(home, f"{address}/api"),
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url or f"sqlite+aiosqlite:///{home}/prefect/prefect.db",

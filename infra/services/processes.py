@@ -1,8 +1,9 @@
-"""Processes that outlive the command that started them: started, measured, ended."""
+"""Processes that outlive the command that started them: started, measured, ended; and their logs."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,27 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, 
             start_new_session=True,
         )
     return psutil.Process(child.pid)
+
+
+def begin_log_anew(log: Path, *, limit_bytes: int) -> bool:
+    """Let a log that has grown to a limit begin anew, and keep its end as `.1`; return whether that was done.
+
+    Its writers go on with the same file, to which they append. What they write between the two steps is lost.
+
+    Raises:
+        OSError: if there is no such file, or no room for the end.
+    """
+    if log.stat().st_size < limit_bytes:
+        return False
+    former = log.with_name(f"{log.name}.1")
+    partial = former.with_name(f".{former.name}")
+    with log.open("rb") as whole, partial.open("wb") as end:
+        whole.seek(-limit_bytes, os.SEEK_END)
+        whole.readline()  # most of it is cut off
+        shutil.copyfileobj(whole, end)
+    partial.replace(former)
+    os.truncate(log, 0)
+    return True
 
 
 @contextmanager

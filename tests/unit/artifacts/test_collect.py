@@ -155,7 +155,7 @@ def test_what_a_lease_names_stays_with_what_it_came_from_until_the_lease_ends(
     assert backend.children("leases/") == []
 
 
-def test_the_lock_of_a_run_goes_long_after_its_end_and_that_of_a_deployment_stays(
+def test_lock_and_plan_of_a_run_go_long_after_its_end_and_a_deployments_lock_stays(
     store: ArtifactStore, backend: Backend, let_pass: Callable[[timedelta], None]
 ) -> None:
     for name in ("run-a", "run-b", "deployment-c"):
@@ -163,12 +163,15 @@ def test_the_lock_of_a_run_goes_long_after_its_end_and_that_of_a_deployment_stay
         assert held is not None
         if name != "run-b":
             held.release("completed")
+    for run in ("a", "b"):
+        store.record(run, "draft", "what?", run)
     let_pass(OLD - timedelta(minutes=1))
     assert store.collect(delete=True).survey.old_locks == []
     let_pass(timedelta(minutes=2))
     assert store.collect().as_dict()["old_locks"] == ["locks/run-a.json"]
     store.collect(delete=True)
     assert backend.children("locks/") == ["deployment-c.json", "run-b.json"]
+    assert (store.recall("a", "draft"), store.recall("b", "draft").answer) == (None, "b")  # type: ignore[union-attr]
 
 
 def test_by_default_two_training_states_of_each_name_are_kept_and_everything_else(store: ArtifactStore) -> None:

@@ -21,16 +21,16 @@ def env_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def told(home: Path) -> dict[str, str]:
     """Return the environment that the server would be started with."""
-    return stack_environment("id", prefect_server(home, 4200, None, "rlhf:word").environment)
+    return stack_environment("id", prefect_server(home, 4200, None, "rlhf:word", 60).environment)
 
 
 def test_the_server_asks_for_the_password_and_pages_from_elsewhere_have_no_business_there(tmp_path: Path) -> None:
-    service = prefect_server(tmp_path, 4201, None, "rlhf:word")
+    service = prefect_server(tmp_path, 4201, None, "rlhf:word", 60)
     assert service.environment["PREFECT_SERVER_API_AUTH_STRING"] == "rlhf:word"
     origins = service.environment["PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS"].split(",")
     assert origins == ["http://127.0.0.1:4201"], "by the name of localhost it may be another user's page"
     assert "rlhf:word" not in " ".join(service.command)
-    another = prefect_server(tmp_path, 4201, None, "rlhf:other")
+    another = prefect_server(tmp_path, 4201, None, "rlhf:other", 60)
     assert another.fingerprint != service.fingerprint, "a server that runs is started anew"
     assert "rlhf:word" not in service.fingerprint
 
@@ -45,6 +45,17 @@ def test_what_the_user_says_of_his_server_is_passed_on(
     assert found["PREFECT_SERVER_LOGGING_LEVEL"] == "ERROR"
     assert found["PREFECT_SERVER_METRICS_ENABLED"] == "true"
     assert found["PREFECT_SERVER_KEEPALIVE_TIMEOUT"] == "9"
+
+
+def test_runs_are_kept_as_long_as_the_settings_say_and_the_users_word_on_his_server_wins(
+    tmp_path: Path, env_file: Path
+) -> None:
+    vacuum = "PREFECT_SERVER_SERVICES_DB_VACUUM"
+    found = told(tmp_path)
+    assert (found[f"{vacuum}_ENABLED"], found[f"{vacuum}_RETENTION_PERIOD"]) == ("events,flow_runs", "5184000")
+    env_file.write_text(f"{vacuum}_ENABLED=events\n")
+    found = told(tmp_path)
+    assert found[f"{vacuum}_ENABLED"] == "events"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def service(request: pytest.FixtureRequest, port: int, tmp_path: Path, monkeypat
     address = f"http://127.0.0.1:{port}/api"
     (tmp_path / "stack.env").write_text(f"PREFECT_API_URL='{address}'\nPREFECT_API_AUTH_STRING='rlhf:word'\n")
     if request.param == "server":
-        return prefect_server(tmp_path, port, None, "rlhf:word")
+        return prefect_server(tmp_path, port, None, "rlhf:word", 90)
     seaweed.prepare(tmp_path, lambda _: None, is_down=True)
     return seaweed.seaweed(tmp_path, dict.fromkeys(seaweed.PORT_NAMES, port), tmp_path)
 

@@ -1,0 +1,50 @@
+"""What nobody needs any longer is deleted: under RLHF_HOME, and in the artifact store by its own rules."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from infra.artifacts import Retention, open_default_store
+from infra.services.tidying import shorten_logs
+from infra.settings import Settings
+from rlhf_core.counting import counted
+from tasks.scratch import FAILED_BATCHES, remove_left
+
+_DAY_S = 24 * 3600.0
+
+
+def tidy(known: Settings, report: Callable[[str], None]) -> None:
+    """Delete what is old or was left by processes that were killed; nothing of a live run.
+
+    Args:
+        known: the settings, which say how long things are kept.
+        report: takes a line for each kind of thing.
+
+    Raises:
+        OSError: if the home directory cannot be read.
+        StoreError: if the store does not answer, or something in it cannot be read.
+    """
+    for log in shorten_logs(known):
+        report(f"{log} was long, and begins anew; its end is in {log.name}.1")
+    if left := remove_left(known.home):
+        report(f"deleted {counted(len(left), 'directory', 'directories')} of killed processes in scratch")
+    if old := remove_old_batches(known):
+        batches = counted(len(old), "batch", "batches")
+        report(f"deleted {batches} older than {known.batches_kept_days:g} days in {FAILED_BATCHES}")
+    found = open_default_store().collect(Retention.parse(known.retention), delete=True)
+    report(
+        f"the store gave back {found.blob_bytes / 1e6:,.1f} MB: {counted(len(found.versions), 'version')} and "
+        f"{counted(found.blobs, 'blob')}; what was found unneeded today follows in a day"
+    )
+
+
+def remove_old_batches(known: Settings) -> list[Path]:
+    """Delete batches that PPO could not learn from, kept for a person long enough, and return what they were."""
+    last_s = time.time() - known.batches_kept_days * _DAY_S
+    old = [each for each in (known.home / FAILED_BATCHES).glob("*") if each.stat().st_mtime < last_s]
+    for each in old:
+        shutil.rmtree(each, ignore_errors=True)
+    return old

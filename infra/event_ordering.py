@@ -32,7 +32,7 @@ from prefect.server.events.ordering import EventArrivedEarly, MaxDepthExceeded, 
 from prefect.server.events.schemas.automations import EventTrigger, Posture
 from prefect.types._datetime import now
 
-from infra.sqlite_server import collect_in_a_thread, count_requests_alone
+from infra.sqlite_server import collect_in_a_thread, count_requests_alone, look_less_often
 
 if TYPE_CHECKING:
     from prefect.server.events.schemas.events import Event, ReceivedEvent
@@ -264,4 +264,5 @@ triggers.reactive_evaluation = reactive_evaluation
 triggers.proactive_evaluation = proactive_evaluation
 triggers.evaluate_proactive_triggers = evaluate_proactive_triggers
 vars(triggers)["automations_session"] = automations_session
+look_less_often()
 count_requests_alone()  # before runs come back to a server that was killed, each with its sockets

@@ -27,6 +27,21 @@ DECIDED = (
     *("PREFECT_SERVER_ANALYTICS_ENABLED", "PREFECT_SERVER_EPHEMERAL_"),
 )
 """Settings of the server that `rlhf up` makes by itself; the user's others (PREFECT_SERVER_...) are passed on."""
+UNHURRIED = dict.fromkeys(
+    (
+        *(
+            "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_LOOP_SECONDS",
+            "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS",
+        ),
+        *("PREFECT_SERVER_SERVICES_CLEANUP_RECONCILER_LOOP_SECONDS", "PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS"),
+        *("PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_LOOP_SECONDS",),
+        *("PREFECT_SERVER_SERVICES_REPOSSESSOR_LOOP_SECONDS",),
+        *("PREFECT_SERVER_SERVICES_SCHEDULER_RECENT_DEPLOYMENTS_LOOP_SECONDS",),
+    ),
+    "60",
+)
+"""What the server looks for by itself, and nobody waits for: each look costs it work, day and night. It looks for runs
+that fell silent as often as ever: restarts depend on that."""
 
 
 def prefect_environment(home: Path, api_url: str) -> dict[str, str]:
@@ -66,6 +81,7 @@ def prefect_server(home: Path, port: int, database_url: str | None, password: st
         # The server deletes old runs with their logs and pages by itself; it already does so with events, after a week.
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": f"{runs_kept_days * 24 * 3600:.0f}",
+        **UNHURRIED,
         **_users_own(),
         **prefect_environment(home, f"{address}/api"),
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url or f"sqlite+aiosqlite:///{home}/prefect/prefect.db",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from burner_redis.pubsub import PubSub
+from docket import Docket, Worker
+from prefect.settings import Settings
 
-from infra.services.prefect_server import prefect_server
+from infra.services.prefect_server import UNHURRIED, prefect_server
 from infra.services.service import stack_environment
+from infra.sqlite_server import look_less_often
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +60,39 @@ def test_runs_are_kept_as_long_as_the_settings_say_and_the_users_word_on_his_ser
     vacuum = "PREFECT_SERVER_SERVICES_DB_VACUUM"
     found = told(tmp_path)
     assert (found[f"{vacuum}_ENABLED"], found[f"{vacuum}_RETENTION_PERIOD"]) == ("events,flow_runs", "5184000")
-    env_file.write_text(f"{vacuum}_ENABLED=events\n")
+    env_file.write_text(f"{vacuum}_ENABLED=events\nPREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS=7\n")
     found = told(tmp_path)
     assert found[f"{vacuum}_ENABLED"] == "events"
+    assert found["PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS"] == "7"
+
+
+def test_prefect_knows_every_setting_that_makes_an_idle_server_look_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in UNHURRIED:
+        monkeypatch.setenv(name, "61")
+    services = Settings().server.services
+    looks = [getattr(services, name) for name in type(services).model_fields]
+    seconds = [value for each in looks for name, value in each.model_dump().items() if name.endswith("loop_seconds")]
+    assert seconds.count(61) == len(UNHURRIED)
+
+
+def test_a_server_looks_for_its_own_work_once_a_second_and_still_hears_what_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PubSub, "_queue_get", PubSub._queue_get)
+
+    async def listen() -> Any:
+        async with Docket(url="memory://idle") as docket, Worker(docket) as worker, docket._pubsub() as channel:
+            look_less_often()
+            assert worker.scheduling_resolution == worker.minimum_check_interval == timedelta(seconds=1)
+            await channel.psubscribe("told:*")
+            async with docket.redis() as redis:
+                assert (await channel.get_message(timeout=None))["type"] == "psubscribe"
+                await redis.publish("told:it", "work")
+            return await asyncio.wait_for(channel.get_message(timeout=None), 60)
+
+    assert asyncio.run(listen())["data"] in {"work", b"work"}
 
 
 @pytest.mark.parametrize(

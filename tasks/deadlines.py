@@ -1,9 +1,9 @@
 """Every flow and every stage ends in time: late ones get an error where they are, and else their process ends.
 
 Prefect's own time limit reaches only what comes back to Python. Here a signal interrupts the thread, also in a call of
-the system, and what it was at is part of the sentence. A thread that does not hear it, or whose clearing up hangs too,
-has some time more. Then the run is reported as Failed by another thread, and the process ends: all that belongs to
-the run ends with its process, as after a kill.
+the system or of Ray, as Ctrl-C would, and what it was at is part of the sentence. A thread that does not hear it, or
+whose clearing up hangs too, has some time more. Then the run is reported as Failed by another thread, and the process
+ends: all that belongs to the run ends with its process, as after a kill.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class LateError(InfraError):
     """A flow or a stage did not end in time."""
 
 
+class _Interruption(KeyboardInterrupt):
+    """Leads out of a block that is late: Ray takes no other for an interruption, and nothing on the way catches it."""
+
+
 class _Deadline:
     """One that is open, in the thread that opened it."""
 
@@ -45,6 +49,8 @@ class _Deadline:
         self.run: UUID | None = own_flow_run()
         self.closed = threading.Event()
         self.is_due = False
+        self.place: str | None = None
+        """Where its thread was when it was interrupted."""
 
     def watch(self) -> None:
         """Wait for the end, tell the thread that it is late, and end the process if that does not help."""
@@ -55,14 +61,11 @@ class _Deadline:
         if not self.closed.wait(CLEARING_UP_S):
             _end_process(self)
 
-    def error(self, at: FrameType | None) -> LateError:
-        """Return what is raised.
-
-        Args:
-            at: where its thread is.
-        """
+    def error(self) -> LateError:
+        """Return what is raised."""
+        place = self.place or _place(sys._current_frames().get(self.thread))
         return LateError(
-            f"waited {self.limit_s:.0f} s for {self.what} to end, and it is still {_place(at)}; if it needs more time, "
+            f"waited {self.limit_s:.0f} s for {self.what} to end, and it is still {place}; if it needs more time, "
             f"raise {self.setting}"
         )
 
@@ -90,6 +93,10 @@ def in_time(what: str, limit_s: float, setting: str) -> Iterator[None]:
     threading.Thread(target=deadline.watch, name=f"deadline of {what}", daemon=True).start()
     try:
         yield
+    except BaseException as error:
+        if deadline.is_due:  # whatever came of it
+            raise deadline.error() from error
+        raise
     finally:
         deadline.closed.set()  # first: from here on nothing is raised for it
         _open.remove(deadline)
@@ -101,13 +108,15 @@ def _interrupt(deadline: _Deadline) -> None:
     if deadline.thread == threading.main_thread().ident:
         signal.pthread_kill(deadline.thread, _SIGNAL)
     else:  # it hears it when it comes back to Python
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(deadline.thread), ctypes.py_object(LateError))
+        deadline.place = _place(sys._current_frames().get(deadline.thread))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(deadline.thread), ctypes.py_object(_Interruption))
 
 
 def _raise_what_is_due(_: int, frame: FrameType | None) -> None:
     for deadline in _open:
         if deadline.is_due and not deadline.closed.is_set():
-            raise deadline.error(frame)
+            deadline.place = deadline.place or _place(frame)
+            raise _Interruption
 
 
 def _place(frame: FrameType | None) -> str:
@@ -122,7 +131,7 @@ def _place(frame: FrameType | None) -> str:
 
 def _end_process(deadline: _Deadline) -> NoReturn:
     """Report the runs of this process as Failed, and end it."""
-    told = str(deadline.error(sys._current_frames().get(deadline.thread)))
+    told = str(deadline.error())
     status = 1  # a worker reports this as a crash
     try:
         run_logger().error("%s", told)

@@ -28,7 +28,7 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import RlhfError
 from tasks import failures
 from tasks.context import is_inner
-from tasks.deadlines import LateError, in_time
+from tasks.deadlines import in_time
 from tasks.run_log import run_logger
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _ending(told: str, name: str, run: FlowRun | None) -> State[Any]:
 
 @contextlib.contextmanager
 def _signals_as_themselves() -> Iterator[None]:
-    """Raise what ended the block from outside, a signal or a deadline, in place of an error that it brought about.
+    """Raise the signal that ended what runs here, in place of an error that it brought about.
 
     Ray, told to end while it waits in C, raises a SystemError because of it; and what clears up after it may fail.
     """
@@ -170,7 +170,7 @@ def _signals_as_themselves() -> Iterator[None]:
         yield
     except Exception as error:
         behind: BaseException | None = error
-        while behind is not None and not isinstance(behind, TerminationSignal | LateError):
+        while behind is not None and not isinstance(behind, TerminationSignal):
             behind = behind.__cause__ or behind.__context__
         if behind is None:
             raise

@@ -49,6 +49,19 @@ def test_a_deadline_counts_for_its_own_block_and_for_all_that_is_called_there() 
         hang(0.01)  # and goes on
 
 
+def test_nothing_on_the_way_takes_it_for_an_error_of_its_own_and_an_interrupt_stays_one() -> None:
+    def swallow() -> None:
+        try:
+            hang()
+        except Exception:
+            hang()
+
+    with pytest.raises(LateError), in_time("the test", 0.05, "RLHF_NONE"):
+        swallow()
+    with pytest.raises(KeyboardInterrupt), in_time("the test", LONG_S, "RLHF_NONE"):
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_another_thread_hears_it_when_it_comes_back_to_python() -> None:
     met: list[type[BaseException]] = []
 

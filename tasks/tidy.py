@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra.artifacts import Retention, open_default_store
+from infra.services import seaweed
+from infra.services.state import StackState
 from infra.services.tidying import shorten_logs
 from infra.settings import Settings
 from rlhf_core.counting import counted
@@ -34,6 +36,9 @@ def tidy(known: Settings, report: Callable[[str], None]) -> None:
     if old := remove_old_batches(known):
         batches = counted(len(old), "batch", "batches")
         report(f"deleted {batches} older than {known.batches_kept_days:g} days in {FAILED_BATCHES}")
+    stack = StackState.load(known.home)
+    if "store" in stack.services and stack.services["store"].process():
+        seaweed.purge_log(known.home, stack.ports)
     found = open_default_store().collect(Retention.parse(known.retention), delete=True)
     report(
         f"the store gave back {found.blob_bytes / 1e6:,.1f} MB: {counted(len(found.versions), 'version')} and "

@@ -322,6 +322,17 @@ def configure(home: Path, ports: Mapping[str, int], *, timeout_s: float = 60.0) 
     )
 
 
+def purge_log(home: Path, ports: Mapping[str, int], *, kept_days: int = 7) -> None:
+    """Delete what SeaweedFS noted of changes before these days: nobody here reads it, and it would grow for ever.
+
+    Args:
+        home: the keys lie in it.
+        ports: one for each of `PORT_NAMES`, where the store answers.
+        kept_days: whole days, before today.
+    """
+    _shell(f"fs.log.purge -daysAgo {kept_days}\n", home, ports)
+
+
 def remove_sockets(ports: Mapping[str, int]) -> None:
     """Remove those sockets that SeaweedFS left which are ours."""
     grpc = {name: ports.get(f"{name}_grpc") for name in ("master", "filer", "volume", "s3")}

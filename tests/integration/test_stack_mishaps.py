@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
-from datetime import UTC, datetime
+from contextlib import closing, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from infra.clusters import leftover_processes
-from infra.services import prefect_api
+from infra.services import prefect_api, seaweed
 from infra.services.ports import is_free
 from infra.services.prefect_yaml import local_zone
 from infra.services.runs import engines
@@ -54,6 +55,50 @@ def test_a_killed_service_is_started_again_by_the_next_up(own_stack: LocalStack,
     after = own_stack.pids()
     assert {name for name in after if after[name] != before[name]} == {service}
     assert prefect_api.deployment(own_stack.api_url, "tiny/tiny") is not None, "the server's data are still there"
+
+
+def test_the_server_deletes_runs_that_ended_long_ago_with_their_logs_and_pages(own_stack: LocalStack) -> None:
+    def ended(days_ago: int) -> str:
+        then = (datetime.now(UTC) - timedelta(days=days_ago)).isoformat()
+        flow = prefect_api.call(own_stack.api_url, "POST", "/flows/", {"name": "tiny"})["id"]
+        done = {"flow_id": flow, "state": {"type": "COMPLETED"}}
+        made = prefect_api.call(own_stack.api_url, "POST", "/flow_runs/", done)
+        run, name = made["id"], made["name"]
+        with closing(sqlite3.connect(own_stack.home / "prefect" / "prefect.db", timeout=60)) as database, database:
+            database.execute(
+                "UPDATE flow_run SET end_time = ? WHERE name = ?", (then.replace("T", " ").removesuffix("+00:00"), name)
+            )
+        line = {"name": "tiny", "level": 20, "message": "a line", "timestamp": then, "flow_run_id": run}
+        prefect_api.call(own_stack.api_url, "POST", "/logs/", [line])
+        page = {"key": f"page-{days_ago}", "type": "markdown", "data": "a page", "flow_run_id": run}
+        prefect_api.call(own_stack.api_url, "POST", "/artifacts/", page)
+        return str(run)
+
+    old, young = ended(91), ended(89)
+    assert [own_stack.log(run) for run in (old, young)] == [["a line"], ["a line"]]
+    kill(psutil.Process(own_stack.pids()["server"]))
+    own_stack.up()  # a server looks when it begins, and then each hour
+    gone = "the old run, its log and its page to be deleted"
+    wait_for(lambda: not own_stack.log(old) and "page-91" not in own_stack.artifact_keys(), gone, timeout_s=120)
+    assert prefect_api.call(own_stack.api_url, "GET", f"/flow_runs/{old}") is None
+    assert own_stack.run_state(young) == "COMPLETED"
+    assert own_stack.log(young) == ["a line"]
+    assert "page-89" in own_stack.artifact_keys()
+
+
+def test_what_the_store_notes_of_changes_is_deleted_and_it_works_on(own_stack: LocalStack, tmp_path: Path) -> None:
+    def noted() -> str:
+        return seaweed._shell("fs.ls /topics/.system/log\n", own_stack.home, own_stack.state.ports).strip()
+
+    store = own_stack.store(tmp_path)
+    store.commit("dataset", "noted", {"rows": b"1"})
+    day = wait_for(noted, "the store to write down what it noted, as it does each minute", timeout_s=120)
+    seaweed.purge_log(own_stack.home, own_stack.state.ports)
+    assert noted() == day, "a week is kept"
+    seaweed.purge_log(own_stack.home, own_stack.state.ports, kept_days=0)
+    assert noted() == ""
+    store.commit("dataset", "noted", {"rows": b"2"})
+    assert len(store.list("dataset", "noted")) == 2
 
 
 def test_a_run_whose_processes_are_killed_does_not_count_as_running_for_ever(own_stack: LocalStack) -> None:

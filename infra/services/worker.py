@@ -62,7 +62,7 @@ def worker(home: Path, socket_dir: Path, api_url: str, environment: Mapping[str,
         **prefect_environment(home, api_url),
         **EVERY_WORKER,
         "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "0.5",  # `rlhf run` follows the log live
-        "PREFECT_WORKER_QUERY_SECONDS": "4",  # to a run's start at most; each look costs the server work
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_WORKER_HEARTBEAT_SECONDS": str(_HEARTBEAT_S),
         "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
         "PYTHONUNBUFFERED": "1",

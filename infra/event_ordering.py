@@ -32,7 +32,13 @@ from prefect.server.events.ordering import EventArrivedEarly, MaxDepthExceeded, 
 from prefect.server.events.schemas.automations import EventTrigger, Posture
 from prefect.types._datetime import now
 
-from infra.sqlite_server import collect_in_a_thread, count_requests_alone, look_less_often
+from infra.server_database import (
+    ask_later_while_it_is_away,
+    collect_in_a_thread,
+    count_requests_alone,
+    look_less_often,
+    write_in_turn,
+)
 
 if TYPE_CHECKING:
     from prefect.server.events.schemas.events import Event, ReceivedEvent
@@ -265,4 +271,6 @@ triggers.proactive_evaluation = proactive_evaluation
 triggers.evaluate_proactive_triggers = evaluate_proactive_triggers
 vars(triggers)["automations_session"] = automations_session
 look_less_often()
+write_in_turn()
+ask_later_while_it_is_away()
 count_requests_alone()  # before runs come back to a server that was killed, each with its sockets

@@ -22,6 +22,7 @@ from uuid import UUID, uuid4
 import pytest
 import sqlalchemy as sa
 from prefect.server.database import provide_database_interface
+from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.dependencies import MODELS_DEPENDENCIES
 from prefect.server.events import triggers
 from prefect.server.events.models.automations import automations_session as prefects_session
@@ -33,7 +34,7 @@ from prefect.server.events.storage.database import write_events
 from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, temporary_settings
 from prefect.types._datetime import DateTime, create_datetime_instance, now
 
-from infra import event_ordering
+from infra import event_ordering, server_database
 from infra.event_ordering import GRACE_S, LEADER_S, STOPPED_S
 from infra.services.automations import wanted
 from tests.integration.local_stack import wait_for
@@ -441,6 +442,7 @@ def test_on_sqlite_an_event_is_not_lost_where_others_write(fired: list[str], mon
     load(RESTART)
     with monkeypatch.context() as patched:
         patched.setattr(triggers, "automations_session", prefects_session)
+        patched.setattr(AioSqliteConfiguration, "begin_transaction", server_database._begin_as_reader)
         with pytest.raises(sa.exc.OperationalError, match="locked"):
             run(begins_again(uuid4()))
     run(begins_again(uuid4()))

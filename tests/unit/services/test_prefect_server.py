@@ -13,9 +13,9 @@ from burner_redis.pubsub import PubSub
 from docket import Docket, Worker
 from prefect.settings import Settings
 
+from infra.server_database import look_less_often
 from infra.services.prefect_server import UNHURRIED, prefect_server
 from infra.services.service import stack_environment
-from infra.sqlite_server import look_less_often
 
 
 @pytest.fixture(autouse=True)

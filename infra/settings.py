@@ -11,7 +11,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
@@ -99,8 +99,10 @@ class Settings(BaseSettings):
     """Further headers for a server of your own, such as its gateway asks for: a JSON object."""
     prefect_server_api_auth_string: SecretStr | None = Field(None, validation_alias="PREFECT_SERVER_API_AUTH_STRING")
     """A password of your own for the local Prefect server, as user:password; None: `rlhf up` draws one."""
+    database: Literal["sqlite", "postgres"] = "sqlite"
+    """The local Prefect server's database: a file, or a PostgreSQL of the stack's own; both in the home directory."""
     database_url: str | None = Field(None, repr=False)
-    """A database for the Prefect server (`postgresql+asyncpg://...`); None is sqlite in the home directory."""
+    """A database of your own for it (`postgresql+asyncpg://...`), in place of these."""
     ray_address: str | None = None
     """A Ray cluster of your own (host:port) for runs that name none in `ppo.cluster.address`; None starts one each."""
     server_patience_s: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -181,6 +183,11 @@ class Settings(BaseSettings):
         written = read_env_file(self.home / STACK_ENV)  # children of the stack hold these as variables
         names = [f"RLHF_{name.upper()}" for name in _CHOICES]
         return all(chosen.get(name) in (None, "", written.get(name)) for name in names)
+
+    @property
+    def wants_local_postgres(self) -> bool:
+        """Whether the Prefect server's database is a PostgreSQL of the stack's own."""
+        return self.database == "postgres" and self.database_url is None
 
     def child_environment(self) -> dict[str, str]:
         """Return the variables with which a child process, here or on a Ray cluster, finds what this one finds."""

@@ -12,10 +12,10 @@ import psutil
 from infra.errors import ServiceError
 from infra.prefect_access import PASSWORD_FILE, know_stack_of
 from infra.process_record import ProcessRecord, describe
-from infra.services import automations, password, processes, runs, seaweed
+from infra.services import automations, password, postgres, processes, runs, seaweed
 from infra.services.deployments import all_present, deploy, differences, source_digest
 from infra.services.ports import choose_port
-from infra.services.prefect_server import PREFECT_PORT, prefect_environment, prefect_server
+from infra.services.prefect_server import PREFECT_PORT, SQLITE_FILE, prefect_environment, prefect_server
 from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
 from infra.services.service import Report, Service, stack_environment
 from infra.services.state import StackState, exposure_of, is_private_directory, locked, make_home, write_private
@@ -174,8 +174,10 @@ class _BringingUp:
 
     def go(self, entries: dict[str, DeploymentEntry] | None, *, new_password: bool = False) -> None:
         """Do it; None in place of the deployments leaves them as they are."""
+        former = self._former_database()
         self.password = self._password(new=new_password)
         self._make_directories()
+        self._start_database()
         store, server = self._store(), self._server()
         # Both are started before either is waited for.
         new_store = self._spawn_unless_well(store) if store else None
@@ -185,6 +187,7 @@ class _BringingUp:
             seaweed.configure(self.home, self.state.ports)
         if new_server:
             self._await(server, new_server)
+        self._leave(former)
         api_url = f"{server.address}/api"
         variables = self._variables(store, api_url)
         self._write_files(variables)
@@ -211,7 +214,11 @@ class _BringingUp:
         if self.started:
             self.report("ending what was started")
         pids = {process.pid for process in self.started}
-        processes.end([each for process in self.started for each in processes.tree(process)], grace_s=10.0)
+        record = self.state.services.get(postgres.NAME)
+        others = [process for process in self.started if not record or process.pid != record.pid]
+        processes.end([each for process in others for each in processes.tree(process)], grace_s=10.0)
+        if record and record.pid in pids and (database := record.process()):
+            postgres.end(database)
         self.state.services = {name: each for name, each in self.state.services.items() if each.pid not in pids}
         if not any(record.process() for record in self.state.services.values()):
             remove_sockets(self.state)
@@ -285,6 +292,57 @@ class _BringingUp:
             self.state.socket_dir = Path(tempfile.mkdtemp(prefix="rlhf-"))
         self.state.save(self.home)
 
+    @property
+    def _kind_of_database(self) -> str:
+        return "own" if self.settings.database_url else self.settings.database
+
+    def _former_database(self) -> str | None:
+        """Return where the server's data were kept until now, if they are kept elsewhere from now on.
+
+        Raises:
+            ServiceError: if two databases are asked for, or flow runs live that another one would not know.
+        """
+        if self.settings.database_url and self.settings.database == "postgres":
+            raise ServiceError(
+                "RLHF_DATABASE_URL names a database of yours, and RLHF_DATABASE asks for one of the stack's: unset one"
+            )
+        before = self.state.database or ("sqlite" if (self.home / SQLITE_FILE).exists() else self._kind_of_database)
+        if before == self._kind_of_database:
+            return None
+        if count := len(runs.engines(self.state.id)):
+            raise ServiceError(
+                f"{count} flow run{'s are' if count > 1 else ' is'} at work, of which another database would not know; "
+                "change it afterwards (see `rlhf status`), or end everything with `rlhf down` before"
+            )
+        return before
+
+    def _leave(self, former: str | None) -> None:
+        """End the former database, once no server uses it, and report where its data are."""
+        self.state.database = self._kind_of_database
+        record = self.state.services.get(postgres.NAME)
+        if former == "postgres" and record:
+            if process := record.process():
+                self.report("ending the former database")
+                postgres.end(process)
+            del self.state.services[postgres.NAME]
+        self.state.save(self.home)
+        if former:
+            places = {"sqlite": self.home / SQLITE_FILE, "postgres": self.home / postgres.DIRECTORY}
+            place, setting = places.get(former, "yours"), "RLHF_DATABASE_URL" if former == "own" else "RLHF_DATABASE"
+            self.report(
+                "the Prefect server has another database now: the runs, schedules and blocks of the former one are in "
+                f"{place}, and `rlhf up` with {setting} as it was shows them again"
+            )
+
+    def _start_database(self) -> None:
+        if self._kind_of_database != "postgres":
+            return
+        record = self.state.services.get(postgres.NAME)
+        running = record.process() if record else None
+        database = postgres.postgres(self.home, self.state.socket_dir or self.home, running)
+        if new := self._spawn_unless_well(database):
+            self._await(database, new)
+
     def _store(self) -> Service | None:
         if not self.settings.wants_local_store:
             self.report(f"the object store is yours: {self.settings.store_url}")
@@ -308,13 +366,10 @@ class _BringingUp:
                 preferred=preferred[::-1] if self.is_down else preferred,
                 taken=[port for name, port in ports.items() if name != "prefect"],
             )
-        return prefect_server(
-            self.home,
-            ports["prefect"],
-            self.settings.database_url,
-            self.password,
-            self.settings.runs_kept_days,
-        )
+        url = self.settings.database_url
+        if self._kind_of_database == "postgres":
+            url = postgres.url(self.state.socket_dir or self.home)
+        return prefect_server(self.home, ports["prefect"], url, self.password, self.settings.runs_kept_days)
 
     def _runs(self, name: str, port: int | None, demanded: int | None) -> bool:
         record = self.state.services.get(name)
@@ -360,6 +415,8 @@ class _BringingUp:
         return True
 
     def _end(self, service: Service, process: psutil.Process, *, grace_s: float) -> None:
+        if service.name == postgres.NAME:
+            postgres.end(process)
         # A worker that is asked to end kills its flow runs; one that is killed leaves them to finish.
         doomed = [process] if service.name == "worker" else processes.tree(process)
         if left := processes.end(doomed, grace_s=0.0 if service.name == "worker" else grace_s):

@@ -24,7 +24,7 @@ from infra.errors import InfraError
 from infra.lock_file import locked_packages
 from infra.loopback import open_url
 from infra.prefect_access import PASSWORD_FILE, access_to
-from infra.services import automations, gpus, prefect_api
+from infra.services import automations, gpus, postgres, prefect_api
 from infra.services.password import read_password
 from infra.services.ports import holder, is_free
 from infra.services.prefect_server import PREFECT_PORT
@@ -67,6 +67,7 @@ def diagnose(settings: Settings, *, checkout: Path = CHECKOUT) -> list[Finding]:
         lambda: _gpus(settings),
         lambda: _clock(settings),
         lambda: _pins(checkout),
+        lambda: _database(settings),
         lambda: _ports(settings),
         lambda: _environment(settings),
         lambda: _password(settings),
@@ -250,6 +251,17 @@ def _pins(checkout: Path) -> Iterator[Finding]:
         yield Finding("packages", "wrong", "; ".join(wrong[:5]), "run `make setup`, which installs the locked versions")
     else:
         yield Finding("packages", "well", "as locked in requirements.txt")
+
+
+def _database(settings: Settings) -> Iterator[Finding]:
+    if settings.wants_local_postgres:
+        name = "PostgreSQL"
+        try:
+            found = postgres.installation(settings.home)
+        except InfraError as error:
+            yield Finding(name, "wrong", str(error), "as it says, then `rlhf up`")
+        else:
+            yield Finding(name, "well", f"{found.version} in {found.programs}")
 
 
 def _ports(settings: Settings) -> Iterator[Finding]:

@@ -11,13 +11,15 @@ from infra.settings import env_file, inherited_environment, read_env_file
 
 PREFECT_PORT = 4200
 """Where people expect it."""
+SQLITE_FILE = Path("prefect", "prefect.db")
+"""Its database in the home directory, where it has no other."""
 DECIDED = (
     # Where it is: RLHF_PREFECT_PORT, on the loopback address.
     *("PREFECT_SERVER_API_HOST", "PREFECT_SERVER_API_PORT", "PREFECT_SERVER_API_BASE_PATH"),
     # Who may call it: the password is passed on, once it has been looked at.
     *("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_SERVER_API_CORS_", "PREFECT_SERVER_CORS_"),
     *("PREFECT_SERVER_API_CSRF_", "PREFECT_SERVER_CSRF_"),
-    # Where its data are: RLHF_DATABASE_URL.
+    # Where its data are: RLHF_DATABASE, RLHF_DATABASE_URL.
     *("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_DRIVER", "PREFECT_SERVER_DATABASE_HOST"),
     *("PREFECT_SERVER_DATABASE_NAME", "PREFECT_SERVER_DATABASE_PASSWORD", "PREFECT_SERVER_DATABASE_PORT"),
     *("PREFECT_SERVER_DATABASE_USER",),
@@ -84,7 +86,7 @@ def prefect_server(home: Path, port: int, database_url: str | None, password: st
         **UNHURRIED,
         **_users_own(),
         **prefect_environment(home, f"{address}/api"),
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url or f"sqlite+aiosqlite:///{home}/prefect/prefect.db",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url or f"sqlite+aiosqlite:///{home / SQLITE_FILE}",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": "infra.event_ordering",  # automations that survive the server
         # Runs of schedules are made ahead, and none for a time that has passed: a stack may be down for so many nights.

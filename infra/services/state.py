@@ -54,6 +54,8 @@ class StackState(BaseModel):
     ports: dict[str, int] = Field(default_factory=dict)
     """Kept while the stack is down: if the usual ports are occupied, the addresses stay as they were."""
     services: dict[str, ServiceRecord] = Field(default_factory=dict)
+    database: str | None = None
+    """Where the server's data were kept the last time: `sqlite`, `postgres`, or `own` for a database of the user's."""
     deployed: str | None = None
     """Digest of what the deployments were made from."""
     registered: dict[str, dict[str, Any]] = Field(default_factory=dict)

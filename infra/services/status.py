@@ -9,7 +9,7 @@ import psutil
 
 from infra.forked_flows import is_flow_server
 from infra.prefect_access import PASSWORD_FILE
-from infra.services import prefect_api, processes
+from infra.services import postgres, prefect_api, processes
 from infra.services.deployments import differences
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.services.seaweed import is_healthy as store_is_healthy
@@ -17,7 +17,7 @@ from infra.services.state import StackState
 from infra.services.worker import missing as missing_worker
 from infra.settings import CHECKOUT, Settings
 
-SERVICES = ("store", "server", "worker")
+SERVICES = ("store", postgres.NAME, "server", "worker")
 
 
 class ServiceStatus(NamedTuple):
@@ -44,7 +44,8 @@ def status(settings: Settings) -> list[ServiceStatus]:
     counted: set[int] = set()
     for name in SERVICES:
         line, members = _service(name, state)
-        if name != "store" or line.pid is not None or settings.wants_local_store:
+        wanted = {"store": settings.wants_local_store, postgres.NAME: settings.wants_local_postgres}
+        if line.pid is not None or wanted.get(name, True):
             lines.append(line)
         counted |= {process.pid for process in members}
     supervisor = state.supervisor.process() if state.supervisor else None
@@ -119,8 +120,13 @@ def is_well(name: str, state: StackState, process: psutil.Process) -> bool:
     """
     if name == "store":
         return store_is_healthy(state.services[name].address)
+    if name == postgres.NAME:
+        return postgres.answers(state.services[name].address)
     server = state.services.get("server")
     if server is None or server.process() is None:  # what listens at its port now must get no credentials
+        return False
+    database = state.services.get(postgres.NAME)
+    if database is not None and database.process() is None:  # the server says that it lives, and no more
         return False
     api_url = f"{server.address}/api"
     return prefect_api.is_healthy(api_url) if name == "server" else missing_worker(api_url, process) is None

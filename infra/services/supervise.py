@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import psutil
 
 from infra.process_record import ProcessRecord
+from infra.services import postgres
 from infra.services.service import Report
 from infra.services.state import StackState, is_locked
 from infra.services.status import is_well
@@ -92,6 +93,8 @@ class _Watch:
         self.names |= state.services.keys()
         if not settings().wants_local_store:
             self.names.discard("store")
+        if not settings().wants_local_postgres:
+            self.names.discard(postgres.NAME)
         found = {name: record.process() for name, record in state.services.items() if name in self.names}
         live = {name: process for name, process in found.items() if process}
         if (now := time.monotonic()) >= self._ask_at:

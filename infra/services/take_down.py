@@ -12,7 +12,7 @@ import psutil
 
 from infra.errors import ServiceError
 from infra.process_record import describe, is_live
-from infra.services import automations, processes, runs, seaweed
+from infra.services import automations, postgres, processes, runs, seaweed
 from infra.services.service import Report
 from infra.services.state import StackState, locked
 from infra.settings import Settings
@@ -54,7 +54,11 @@ def down(settings: Settings, report: Report) -> int:
         for name, process in live.items():
             if is_live(process):
                 report(f"ending the {name}")
-        _end([each for process in live.values() for each in processes.tree(process)], _SERVICES_GRACE_S)
+        others = [process for name, process in live.items() if name != postgres.NAME]
+        _end([each for process in others for each in processes.tree(process)], _SERVICES_GRACE_S)
+        if database := live.get(postgres.NAME):  # once nobody writes to it
+            postgres.end(database)
+        postgres.end_orphans(settings.home)
         _end(processes.marked(state.id), grace_s=5.0)
         if left := processes.marked(state.id):  # started while the others were ended
             _end(left, grace_s=0.0)

@@ -29,19 +29,10 @@ DECIDED = (
     *("PREFECT_SERVER_ANALYTICS_ENABLED", "PREFECT_SERVER_EPHEMERAL_"),
 )
 """Settings of the server that `rlhf up` makes by itself; the user's others (PREFECT_SERVER_...) are passed on."""
-UNHURRIED = dict.fromkeys(
-    (
-        *(
-            "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_LOOP_SECONDS",
-            "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS",
-        ),
-        *("PREFECT_SERVER_SERVICES_CLEANUP_RECONCILER_LOOP_SECONDS", "PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS"),
-        *("PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_LOOP_SECONDS",),
-        *("PREFECT_SERVER_SERVICES_REPOSSESSOR_LOOP_SECONDS",),
-        *("PREFECT_SERVER_SERVICES_SCHEDULER_RECENT_DEPLOYMENTS_LOOP_SECONDS",),
-    ),
-    "60",
-)
+UNHURRIED = {
+    f"PREFECT_SERVER_SERVICES_{name}_LOOP_SECONDS": "60"
+    for name in "CANCELLATION_CLEANUP CLEANUP_RECONCILER FOREMAN LATE_RUNS PAUSE_EXPIRATIONS REPOSSESSOR".split()
+}
 """What the server looks for by itself, and nobody waits for: each look costs it work, day and night. It looks for runs
 that fell silent as often as ever: restarts depend on that."""
 

@@ -180,7 +180,7 @@ def test_a_worker_is_told_what_ours_are_and_where_everything_is() -> None:
 
 def test_the_server_is_told_what_ours_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / "none"))
-    ours = prefect_server(tmp_path, 4200, None, SECRETS["PREFECT_API_AUTH_STRING"]).environment
+    ours = prefect_server(tmp_path, 4200, None, SECRETS["PREFECT_API_AUTH_STRING"], 90).environment
     elsewhere = {"PREFECT_HOME", "PREFECT_SERVER_DATABASE_CONNECTION_URL"}
     told = services()["server"]["environment"]
     assert {name: told.get(name) for name in ours.keys() - elsewhere} == {

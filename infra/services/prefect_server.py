@@ -31,7 +31,14 @@ DECIDED = (
 """Settings of the server that `rlhf up` makes by itself; the user's others (PREFECT_SERVER_...) are passed on."""
 UNHURRIED = {
     f"PREFECT_SERVER_SERVICES_{name}_LOOP_SECONDS": "60"
-    for name in "CANCELLATION_CLEANUP CLEANUP_RECONCILER FOREMAN LATE_RUNS PAUSE_EXPIRATIONS REPOSSESSOR".split()
+    for name in [
+        "CANCELLATION_CLEANUP",
+        "CLEANUP_RECONCILER",
+        "FOREMAN",
+        "LATE_RUNS",
+        "PAUSE_EXPIRATIONS",
+        "REPOSSESSOR",
+    ]
 }
 """What the server looks for by itself, and nobody waits for: each look costs it work, day and night. It looks for runs
 that fell silent as often as ever: restarts depend on that."""

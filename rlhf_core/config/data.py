@@ -61,9 +61,10 @@ class TemplateConfig(Config):
 
 
 class SplitsConfig(Config):
-    """How many problems, prompts or demonstrations each stage gets; the splits share no prompt.
+    """How many problems, prompts or demonstrations each stage gets at most; the splits share no prompt.
 
-    0 is for a stage that does not run. In a run, sizes that nobody set follow the data (`sizes.py`).
+    What a prompt may serve, its own hash decides: the evaluation with `data.heldout_fraction`, or a stage that learns,
+    in proportion to the sizes here. 0 is for a stage that does not run.
     """
 
     sft: int = Field(384, ge=0)
@@ -76,7 +77,9 @@ class SplitsConfig(Config):
     @model_validator(mode="after")
     def _an_interval(self) -> Self:
         if self.evaluation == 1:
-            raise ValueError("data.splits.evaluation is 1, but an interval needs at least 2 problems; 0 holds none out")
+            raise ValueError(
+                "data.splits.evaluation is 1, but an interval needs at least 2 problems; 0 is for no evaluation"
+            )
         return self
 
 
@@ -137,6 +140,9 @@ class DataConfig(Config):
     """What becomes of a row that cannot be read: an error, or it is counted, named and left out."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """The same of a row that is longer than its stage's limit."""
+    heldout_fraction: float = Field(0.1, ge=0, lt=1)
+    """Share of the prompts that are held out for evaluation, by the hash of each, and never learnt from, in whichever
+    set they stand; no effect where `evaluation` is given. Raised later, it holds out what was learnt before."""
     splits: Annotated[SplitsConfig, BeforeValidator(lambda value: {} if value is None else value)] = SplitsConfig()
     """null drops what a preset says of them."""
 

@@ -2,7 +2,8 @@
 
 Some sizes are fixed: the user set them. The others are wanted by a preset or a default. `settle` keeps what is fixed
 and changes the others as little as it can, so that all relations hold. Where fixed sizes exclude each other, it finds
-the fewest of them that have to change, and values with which everything holds.
+the fewest of them that have to change, and values with which everything holds. A split's size is the most that it
+takes: it has fewer where fewer rows may serve it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rlhf_core.config.ppo import BATCH, BATCHES, CHUNK, MICRO, PROMPTS, batch_co
 
 LEAST = {"sft": 1, "preferences": 1, "ppo": 1, "evaluation": 2}
 """The fewest problems with which a stage can do anything, by split."""
+PAIRS = "pairs"
 _LEAST_PAIRS = 2
 _MOST_TRIED = 4096
 """Numbers of prompts that are looked at, from the wanted one downwards: enough for any usual size, and soon over."""
@@ -33,15 +35,15 @@ KEYS = (*SPLITS, *BATCHES)
 
 
 class Supply(NamedTuple):
-    """Rows that some splits share."""
+    """Rows that some splits share: what each row may serve, its own hash has decided."""
 
     name: str
     """What a message calls them."""
-    rows: int
-    splits: tuple[str, ...]
-    """Names of the splits that take of them, in the order in which they are filled."""
-    feeds_pairs: bool = False
-    """Whether a reward model learns from the pairs that the splits leave."""
+    total: int
+    rows: Mapping[str, int]
+    """How many of them may serve each of the splits; under `pairs` the prompts that a reward model learns from."""
+    heldout: float = 0.0
+    """Share that the evaluation has of them."""
     noun: str = "prompts"
 
 
@@ -52,7 +54,8 @@ class Sizes:
     wanted: Mapping[str, int]
     """By key, each of KEYS."""
     fixed: tuple[frozenset[str], ...]
-    """Keys that keep their value; where that cannot be, the next set is tried."""
+    """Keys that keep their value, but a split's where fewer rows may serve it; where that cannot be, the next set is
+    tried."""
     samples_per_prompt: int = 1
     dp: int = 1
     buffer_limit: int = 0
@@ -123,11 +126,21 @@ def with_sizes(config: PipelineConfig, values: Mapping[str, int]) -> PipelineCon
 def told_changes(wanted: Mapping[str, int], values: Mapping[str, int], keys: Sequence[str] = KEYS) -> str | None:
     """Return the sentence of sizes that are other than wanted; None if there are none."""
     changed = [f"{key} {values[key]} (not {wanted[key]})" for key in keys if values[key] != wanted[key]]
-    return f"sizes that nobody set follow the data and each other: {', '.join(changed)}" if changed else None
+    if not changed:
+        return None
+    told = f"sizes follow the data and each other: {', '.join(changed)}"
+    if any(values[key] < wanted[key] for key in SPLITS if key in keys):
+        told += (
+            "; a prompt's hash says what it may serve: data.heldout_fraction of them the evaluation, and the rest the "
+            "other splits, in proportion to their sizes"
+        )
+    return told
 
 
 def settle(sizes: Sizes, supplies: Sequence[Supply] = (), *, reads: Sequence[str] = tuple(LEAST)) -> Settled | None:
     """Return sizes that agree with each other and with the data.
+
+    A split has at most what may serve it, however much is asked for: a night whose set has shrunk goes on with less.
 
     Args:
         sizes: what was asked for.
@@ -155,9 +168,8 @@ def shortage(sizes: Sizes, supplies: Sequence[Supply], reads: Sequence[str]) -> 
     """Return the sentence of rows that suffice for no sizes."""
     least = _least(sizes, sizes.given, reads)
     for supply in supplies:
-        needed = _needed(supply, sizes, sizes.given, least)
-        if sum(needed.values()) > supply.rows:
-            return f"{lacking(supply, needed)}; give more"
+        if told := lacking(supply, least):
+            return told
     return (
         f"data.splits.ppo has {sizes.wanted[split_key('ppo')]} problems, but {_told_relations(sizes)} need an episode "
         f"of at least {least['ppo']} prompts; lower one of them, or give more"
@@ -189,13 +201,13 @@ def _complaints(
     least = _least(sizes, fixed, reads)
     told = []
     for supply in supplies:
-        needed = _needed(supply, sizes, fixed, least)
-        if sum(needed.values()) > supply.rows:
-            told.append(lacking(supply, needed))
+        zero = {split: 0 for split in LEAST if split_key(split) in fixed and not sizes.wanted[split_key(split)]}
+        if lack := lacking(supply, {**least, **zero}):
+            told.append(lack)
         told += [
             f"{split_key(split)} is {sizes.wanted[split_key(split)]}, but this run reads that split and needs at least "
             f"{LEAST[split]}"
-            for split in supply.splits
+            for split in supply.rows
             if split in reads and split_key(split) in fixed and sizes.wanted[split_key(split)] < LEAST[split]
         ]
     if "ppo" in reads:
@@ -218,29 +230,30 @@ def _told_relations(sizes: Sizes) -> str:
     return ", ".join(f"ppo.{name} {value}" for name, value in sizes.relations().items())
 
 
-def _needed(supply: Supply, sizes: Sizes, fixed: frozenset[str], least: Mapping[str, int]) -> dict[str, int]:
-    """Return the fewest rows that each of a supply's splits, and the pairs, can do with, less what needs none."""
-    splits = {
-        split: sizes.wanted[split_key(split)] if split_key(split) in fixed else least[split] for split in supply.splits
-    }
-    pairs = {"pairs": least["pairs"]} if supply.feeds_pairs else {}
-    return {name: size for name, size in {**splits, **pairs}.items() if size}
-
-
 def _least(sizes: Sizes, fixed: frozenset[str], reads: Sequence[str]) -> dict[str, int]:
     """Return the fewest rows for each split, and for the pairs, with which the stages that read them can work."""
     least = {split: (low if split in reads else 0) for split, low in LEAST.items()}
     if "ppo" in reads:
         least["ppo"] = _least_prompts(sizes, fixed)
-    return {**least, "pairs": min(_LEAST_PAIRS, sizes.pairs or _LEAST_PAIRS) if "preferences" in reads else 0}
+    return {**least, PAIRS: min(_LEAST_PAIRS, sizes.pairs or _LEAST_PAIRS) if "preferences" in reads else 0}
 
 
-def lacking(supply: Supply, wanted: Mapping[str, int]) -> str:
-    """Return the sentence of rows that are fewer than the splits need, by the splits' sizes."""
-    needed = ", ".join(f"{split} {size}" for split, size in wanted.items())
+def lacking(supply: Supply, least: Mapping[str, int]) -> str | None:
+    """Return the sentence of rows that are fewer than a split needs; None if all have enough."""
+    short = {name: least[name] for name, rows in supply.rows.items() if rows < least[name]}
+    if not short:
+        return None
+    found = ", ".join(f"{name} may have {supply.rows[name]} (needs {size})" for name, size in short.items())
+    ways = ["give more"]
+    if supply.total >= sum(least[name] for name in supply.rows):
+        if "evaluation" in short:
+            ways.append(f"raise data.heldout_fraction ({supply.heldout:g})")
+        learnt = [split_key(name) if name in LEAST else "reward_model.pairs" for name in short if name != "evaluation"]
+        if learnt:
+            ways.append(f"raise {' and '.join(learnt)} against the others, in proportion to which they share")
     return (
-        f"{supply.name} has {supply.rows} different {supply.noun} that can be used, but data.splits need "
-        f"{sum(wanted.values())} ({needed})"
+        f"{supply.name} has {supply.total} different {supply.noun} that can be used, of which by their hashes {found}; "
+        f"{', or '.join(ways)}"
     )
 
 
@@ -257,12 +270,13 @@ def _attempt(
         wanted[ppo] = max(wanted[ppo], least["ppo"])
     values = dict(wanted)
     for supply in supplies:
-        shares = _shares(supply, wanted, least, fixed, pairs=sizes.pairs)
-        if shares is None:
+        if supply.rows.get(PAIRS, least[PAIRS]) < least[PAIRS]:
             return None
-        # a split that is too small for its stage is none
-        values |= {key: size if size >= LEAST[key.rpartition(".")[2]] else 0 for key, size in shares.items()}
-    drawn = {split for supply in supplies for split in supply.splits}
+        for split in supply.rows.keys() & LEAST.keys():
+            key = split_key(split)
+            size = min(wanted[key] if key in fixed else max(wanted[key], least[split]), supply.rows[split])
+            values[key] = size if size >= LEAST[split] else 0  # too small for its stage is none
+    drawn = {split for supply in supplies for split in supply.rows.keys() & LEAST.keys()}
     if any(values[split_key(split)] < least[split] for split in drawn & set(needed)):
         return None
     batches = _batches(sizes, fixed, most=values[ppo] or None)
@@ -270,31 +284,6 @@ def _attempt(
         values[ppo] = 0
         batches = _batches(sizes, fixed, most=None)
     return None if batches is None else values | batches
-
-
-def _shares(
-    supply: Supply, wanted: Mapping[str, int], least: Mapping[str, int], fixed: frozenset[str], *, pairs: int | None
-) -> dict[str, int] | None:
-    """Return the sizes of a supply's splits: what they want, or where that is too much, in proportion to it."""
-    low = {split_key(split): least[split] for split in supply.splits}
-    kept = {key: wanted[key] for key in low if key in fixed}
-    asked = {key: max(wanted[key], low[key]) for key in low if key not in fixed}
-    if supply.feeds_pairs:
-        asked["pairs"] = pairs or sum(wanted[key] for key in low)
-        low["pairs"] = least["pairs"]
-    lowest = {key: low[key] for key in asked}
-    room = supply.rows - sum(kept.values())
-    if room < sum(lowest.values()):
-        return None
-    shares = asked
-    if room < sum(asked.values()):
-        over, spare = {key: asked[key] - lowest[key] for key in asked}, room - sum(lowest.values())
-        exact = {key: spare * over[key] / sum(over.values()) for key in asked}
-        shares = {key: lowest[key] + math.floor(exact[key]) for key in asked}
-        rest = sorted(asked, key=lambda key: math.floor(exact[key]) - exact[key])  # the largest remainders first
-        for key in rest[: room - sum(shares.values())]:
-            shares[key] += 1
-    return kept | {key: size for key, size in shares.items() if key != "pairs"}
 
 
 def _least_prompts(sizes: Sizes, fixed: frozenset[str]) -> int:

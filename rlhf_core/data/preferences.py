@@ -142,45 +142,40 @@ def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, s
     """Return at most `config.pairs` pairs, split by conversation.
 
     Pairs of one prompt have responses in common, and a prompt that continues another has its turns in common. They stay
-    together, or the accuracy would be measured on what was learnt.
+    together, or the accuracy would be measured on what was learnt. The hash of a conversation's first turns decides its
+    side: no other pair does, nor the seed, which only chooses among too many.
 
     Raises:
         DataError: one side is empty.
     """
 
     def rank(pair: PreferencePair) -> bytes:
-        return _digest(seed, pair.prompt, pair.chosen, pair.rejected)
+        return _digest(str(seed), pair.prompt, pair.chosen, pair.rejected)
 
     used = sorted(pairs, key=rank)[: config.pairs]
-    beginnings = _beginnings({pair.prompt for pair in used})
-    places = {
-        prompt: int.from_bytes(_digest(seed, problem_key(first))[:8], "big") / 2**64
-        for prompt, first in beginnings.items()
+    conversations = {pair.prompt: problem_key(_first_turns(pair.prompt)) for pair in used}
+    held = {
+        key: int.from_bytes(_digest("reward model", key)[:8], "big") / 2**64 < config.heldout_fraction
+        for key in conversations.values()
     }
-    heldout = [pair for pair in used if places[pair.prompt] < config.heldout_fraction]
-    training = [pair for pair in used if places[pair.prompt] >= config.heldout_fraction]
+    training = [pair for pair in used if not held[conversations[pair.prompt]]]
+    heldout = [pair for pair in used if held[conversations[pair.prompt]]]
     if not heldout or not training:
         raise DataError(
-            f"{counted(len(used), 'preference pair')} of {counted(len(set(beginnings.values())), 'prompt')} cannot be "
+            f"{counted(len(used), 'preference pair')} of {counted(len(held), 'prompt')} cannot be "
             f"split: {len(training)} would be trained on and {len(heldout)} held out; give more pairs or change "
             "reward_model.heldout_fraction"
         )
     return PairSplit(training, heldout)
 
 
-def _beginnings(prompts: Iterable[str]) -> dict[str, str]:
-    """Return, of each prompt, the shortest one that it continues: itself, unless that is a transcript among them."""
-    found: dict[str, str] = {}
-    first = ""
-    for prompt in sorted(prompts):  # what continues a transcript comes right behind it
-        if not (first.endswith(ASSISTANT) and prompt.startswith(first)):
-            first = prompt
-        found[prompt] = first
-    return found
+def _first_turns(prompt: str) -> str:
+    """Return a transcript up to the assistant's first turn, with which all that continue it begin; else the prompt."""
+    return prompt[: prompt.index(ASSISTANT) + len(ASSISTANT)] if prompt.endswith(ASSISTANT) else prompt
 
 
-def _digest(seed: int, *texts: str) -> bytes:
-    return hashlib.sha256("\0".join((str(seed), *texts)).encode("utf-8", "surrogatepass")).digest()
+def _digest(*texts: str) -> bytes:
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).digest()
 
 
 def refuse_shared_prompts(training: Iterable[PreferencePair], heldout: Iterable[PreferencePair]) -> None:

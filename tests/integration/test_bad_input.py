@@ -77,7 +77,11 @@ def lines(*rows: object) -> bytes:
         ("empty.jsonl", b"", ["empty.jsonl", "empty"]),
         ("half.jsonl", lines(PAIR, {"chosen": PAIR["chosen"]}), ["half.jsonl", "row 2", "rejected"]),
         ("cut.jsonl.gz", gzip.compress(lines(PAIR) * 50)[:-20], ["cut.jsonl.gz"]),
-        ("few.jsonl", lines({"question": "1+1", "answer": "#### 2"}), ["few.jsonl) has 1 ", "data.splits"]),
+        (
+            "few.jsonl",
+            lines({"question": "1+1", "answer": "#### 2"}),
+            ["few.jsonl) has 1 ", "evaluation may have ", "give more"],
+        ),
         ("fields.csv", b"question,answer\n1+1,2\n1,2,3\n", ["line 3 of", "fields.csv", "3 fields", "2 columns"]),
         ("latin.csv", "question,answer\nWie groß?,2\n".encode("latin-1"), ["line 2 of", "latin.csv", "UTF-8"]),
         ("same.jsonl", lines(*[{**PAIR, "rejected": PAIR["chosen"]}] * 2), ["same.jsonl", "chosen equals rejected"]),

@@ -70,7 +70,7 @@ def preferences(tmp_path: Path) -> Path:
             "chosen": f"\n\nHuman: What is {n} and {n}?\n\nAssistant: It is {2 * n}.",
             "rejected": f"\n\nHuman: What is {n} and {n}?\n\nAssistant: Go away, number {n}.",
         }
-        for n in range(40)
+        for n in range(200)
     ]
     path = tmp_path / "preferences.jsonl.gz"
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
@@ -81,7 +81,7 @@ def preferences(tmp_path: Path) -> Path:
 def problems(tmp_path: Path) -> Path:
     if found := real("gsm8k/train.jsonl"):
         return found
-    rows = [{"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(40)]
+    rows = [{"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(200)]
     path = tmp_path / "problems.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import DataConfig
 from rlhf_core.config.data import SplitsConfig
 from rlhf_core.config.sizes import Supply, as_they_are, settle, shortage, split_key
-from rlhf_core.counting import counted
 from rlhf_core.data.gym import draw_problems
 from rlhf_core.data.preparing.lengths import PAIRS, Fitting, TooLong, too_long
 from rlhf_core.data.preparing.report import (
@@ -21,15 +21,16 @@ from rlhf_core.data.preparing.report import (
 )
 from rlhf_core.data.preparing.requirements import VerifierCheck, ask_verifier
 from rlhf_core.data.preparing.splits import (
+    EVALUATION,
     SPLITS,
     TASK,
     Pool,
+    Sides,
     choose_pools,
     file_pool,
-    fill_splits,
     in_hash_order,
-    needed,
     refuse_overlap,
+    splits_from,
 )
 from rlhf_core.data.problems import has_response_to_learn, problem_key
 from rlhf_core.data.reading import detect_role, possible_roles, read_set
@@ -50,8 +51,8 @@ ROLES: tuple[Role, ...] = ("problems", "prompts", "demonstrations", "preferences
 SOURCES = (*ROLES, "evaluation")
 """The keys of the configuration that name sets."""
 _OF_A_TASK = "reasoning_gym:"
-MOST_DRAWN = 8
-"""At most so many times the problems that are needed are drawn, to replace those that cannot be taken."""
+MARGIN, MOST_DRAWN = 1.1, 8
+"""So many times the problems that fill every split on average are drawn at first and at most: some cannot be taken."""
 
 
 def read_sets(config: DataConfig, access: Access, template: PromptTemplate | None) -> dict[str, ReadSet[Any]]:
@@ -150,66 +151,77 @@ def prepare(
         ConfigError: if nothing says how a prompt is put to the model.
     """
     pool_of, fitting = choose_pools(config.data, sets), Fitting(config, meter)
-    pools = {name: file_pool(name, read) for name, read in sets.items()}
-    wanted = {name: needed(name, pool_of, config.data.splits) for name in (*pools, TASK)}
-    if wanted[TASK]:
-        given = {problem.key for pool in pools.values() for problem in pool.rows}
-        pools[TASK] = draw_task(config, Fitting(config, meter), wanted=wanted[TASK], given=given)
-    if "sft" in pool_of and not any(map(has_response_to_learn, pools[pool_of["sft"]].rows)):
-        wanted[pool_of.pop("sft")].pop("sft")
-    refuse_overlap(list(pools.values()), {name: _uses(name, list(wanted[name])) for name in pools})
-    usable = {name: _usable(pool, wanted[name], fitting, config.seed) for name, pool in pools.items() if wanted[name]}
-    supplies = [_supply(pool, tuple(wanted[name]), feeds_pairs="preferences" in sets) for name, pool in usable.items()]
     asked = sizes or as_they_are(config)
+    wishes = {split: asked.wanted[split_key(split)] for split in SPLITS}
+    sides = Sides.of(config.data, sets, wishes, pairs=config.reward_model.pairs)
+    pools = {name: file_pool(name, read) for name, read in sets.items()}
+    if TASK in pool_of.values():
+        given = {problem.key for pool in pools.values() for problem in pool.rows}
+        pools[TASK] = draw_task(config, Fitting(config, meter), pool_of, sides, given=given)
+    if "sft" in pool_of and not any(map(has_response_to_learn, pools[pool_of["sft"]].rows)):
+        del pool_of["sft"]
+    uses = {name: splits_from(name, pool_of) for name in pools}
+    refuse_overlap(list(pools.values()), {name: _uses(name, splits) for name, splits in uses.items()})
+    usable = {name: _usable(pool, uses[name], fitting, config.seed) for name, pool in pools.items() if uses[name]}
+    parts = {name: sides.parted(pool) for name, pool in usable.items()}
+    supplies = [_supply(pool, uses[name], parts[name], sides, "preferences" in sets) for name, pool in usable.items()]
     settled = settle(asked, supplies, reads=reads)
     if settled is None:
         left_out = "; ".join(f"{each.longer} are left out by {each.key} = {each.limit}" for each in fitting.left_out)
         raise DataError(shortage(asked, supplies, reads) + (f" ({left_out})" if left_out else ""))
-    wished = SplitsConfig(**{split: settled.values[split_key(split)] for split in SPLITS})
-    splits = fill_splits(usable, pool_of, wished)
+    filled = SplitsConfig(**{split: settled.values[split_key(split)] for split in SPLITS})
+    splits = {
+        split: parts[pool_of[split]][split][: getattr(filled, split)] if split in pool_of else [] for split in SPLITS
+    }
     faults = [Fault(each, settled.instead) for each in settled.complaints]
-    if split_key("sft") in settled.fixed and "sft" in pool_of:
-        faults += _too_few_demonstrations(pools[pool_of["sft"]], len(splits["sft"]), wished.sft)
     if sizes is None:
         refuse_together(faults, DataError)
-    filled = wished.model_copy(update={split: len(splits[split]) for split in pool_of})
     pairs = None
     if "preferences" in sets:
-        drawn = {problem.key for problems in splits.values() for problem in problems}
-        left = [pair for pair in sets["preferences"].rows if problem_key(pair.prompt) not in drawn]
-        pairs = tuple(fitting.pairs(left))
+        served = [sides.of_prompt("preferences", problem_key(pair.prompt)) for pair in sets["preferences"].rows]
+        learnt = [pair for pair, side in zip(sets["preferences"].rows, served, strict=True) if side == PAIRS]
+        pairs = tuple(fitting.pairs(learnt))
     verifier_check = None
     if meter is not None:
         verifier_check = ask_verifier(splits, config, meter.template, allowed_modules=allowed_modules)
-    origins = {split: str(pools[name]) for split, name in pool_of.items()}
+    origins = {split: f"{pools[name]}{_held_out(parts[name], uses[name])}" for split, name in pool_of.items()}
+    if "preferences" in sets:
+        out = _held_out({EVALUATION: [side for side in served if side == EVALUATION]}, uses["preferences"])
+        origins[PAIRS] = f"data.preferences{out}"
     described, exceeding = _describe(config, splits, pairs, origins, meter)
     too_long = (*fitting.left_out, *exceeding)
     report = _report(config, sets, described, too_long, verifier_check)
     return Prepared(splits, pairs, report, filled, tuple(faults), settled.for_all)
 
 
-def draw_task(config: PipelineConfig, fitting: Fitting, *, wanted: Mapping[str, int], given: Collection[str]) -> Pool:
-    """Return problems of the configuration's task, more than are wanted where some are too long.
+def draw_task(
+    config: PipelineConfig, fitting: Fitting, pool_of: Mapping[str, str], sides: Sides, *, given: Collection[str]
+) -> Pool:
+    """Return problems of the configuration's task: so many that each split has what it wants on its side.
 
     Problems that a given set has are left out. The order is the one in which problems are drawn, so that the first ones
-    stay the same where more are wanted.
+    of a side stay the same where more are wanted.
 
     Args:
-        config: the task, its parameters, and the seed.
+        config: the task, its parameters, the sizes, and the seed.
         fitting: leaves out problems that are too long; its notes are not used.
-        wanted: problems by split.
+        pool_of: which splits take of the task's problems.
+        sides: which of them each problem may serve.
         given: keys of the prompts that the sets have.
 
     Raises:
         DataError: if the task or a parameter is unknown or refused.
     """
-    data, total = config.data, sum(wanted.values())
-    count = total
+    data, splits = config.data, splits_from(TASK, pool_of)
+    wanted = {split: getattr(data.splits, split) for split in splits if sides.part_of(TASK, split)}
+    expected = max((size / sides.part_of(TASK, split) for split, size in wanted.items()), default=0)
+    count, most = math.ceil(MARGIN * expected), MOST_DRAWN * expected
     while True:
         drawn = draw_problems(str(data.task), data.task_parameters, seed=config.seed, count=count)
         rows = [problem for problem in drawn if problem.key not in given]
-        usable = fitting.problems(rows, wanted)
-        if len(usable) >= total or len(drawn) < count or count >= MOST_DRAWN * total:
+        parts = sides.parted(Pool(TASK, fitting.problems(rows, splits)))
+        is_filled = all(len(parts[split]) >= size for split, size in wanted.items())
+        if is_filled or len(drawn) < count or count >= most:
             parameters = f" with parameters {data.task_parameters}" if data.task_parameters else ""
             around = len(drawn) - len(rows)
             less = f", less {around} that a given set has" if around else ""
@@ -217,27 +229,27 @@ def draw_task(config: PipelineConfig, fitting: Fitting, *, wanted: Mapping[str, 
         count *= 2
 
 
-def _supply(pool: Pool, splits: tuple[str, ...], *, feeds_pairs: bool) -> Supply:
+def _supply(
+    pool: Pool, splits: tuple[str, ...], parts: Mapping[str, Sequence[Problem]], sides: Sides, feeds_pairs: bool
+) -> Supply:
+    names = (*splits, PAIRS) if feeds_pairs and pool.name == "preferences" else splits
+    rows = {name: len(parts[name]) for name in names}
     noun = "problems" if pool.name == TASK else "prompts"
-    return Supply(str(pool), len(pool.rows), splits, feeds_pairs=feeds_pairs and pool.name == "preferences", noun=noun)
+    return Supply(str(pool), len(pool.rows), rows, sides.heldout if EVALUATION in splits else 0.0, noun)
 
 
-def _too_few_demonstrations(pool: Pool, found: int, wanted: int) -> list[Fault]:
-    if found == wanted:
-        return []
-    sentence = (
-        f"{pool} has only {counted(found, 'prompt')} left with a response or an answer to learn, but data.splits.sft "
-        f"is {wanted}; lower it or give more"
-    )
-    return [Fault(sentence, {split_key("sft"): found} if found else {})]
+def _held_out(parts: Mapping[str, Sequence[Any]], splits: Sequence[str]) -> str:
+    """Return what is left out of a pool that the evaluation is not drawn from, since its prompts may be held out."""
+    held = 0 if EVALUATION in splits else len(parts[EVALUATION])
+    return f", less {held:,} on the side of the evaluation" if held else ""
 
 
-def _uses(pool: str, splits: list[str]) -> list[str]:
+def _uses(pool: str, splits: Sequence[str]) -> list[str]:
     """Return what is drawn from a pool, in words that a user knows."""
-    return splits + (["the reward model"] if pool == "preferences" else [])
+    return [*splits, *(["the reward model"] if pool == "preferences" else [])]
 
 
-def _usable(pool: Pool, splits: Mapping[str, int], fitting: Fitting, seed: int) -> Pool:
+def _usable(pool: Pool, splits: Sequence[str], fitting: Fitting, seed: int) -> Pool:
     """Return the rows that a pool's splits may get, in the order in which they are drawn."""
     rows = fitting.problems(pool.rows, splits)
     return Pool(pool.name, rows if pool.name == TASK else in_hash_order(rows, seed), pool.paths)
@@ -259,7 +271,7 @@ def _describe(
         found.append(too_long(name, lengths, config, dropped=False))
     if pairs is not None:
         measured = meter.pairs(pairs) if meter is not None else []
-        described[PAIRS] = describe_pairs(pairs, "data.preferences", measured)
+        described[PAIRS] = describe_pairs(pairs, origins[PAIRS], measured)
         found.append(too_long(PAIRS, measured, config, dropped=False))
     return described, [each for each in found if each is not None]
 

@@ -1,4 +1,8 @@
-"""Which stage gets which rows: no two splits have a prompt in common, and a row added to a file moves no other."""
+"""Which stage gets which rows: a prompt's own hash says what it may serve, whatever other rows there are.
+
+A set that grows, rolls or shrinks from night to night moves no prompt from one split to another: what a champion has
+learnt is never held out later.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.counting import counted
 from rlhf_core.data.preferences import PreferencePair
+from rlhf_core.data.preparing.lengths import PAIRS
 from rlhf_core.data.problems import Problem, has_response_to_learn
 from rlhf_core.data.transcripts import first_turn
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from rlhf_core.config import DataConfig, SplitsConfig
+    from rlhf_core.config import DataConfig
     from rlhf_core.data.problems import Problem
     from rlhf_core.data.reading import ReadSet
 
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
 TASK = "task"
-# evaluation is filled first: its problems stay the same when another split grows
-FILLING_ORDER = ("evaluation", "preferences", "sft", "ppo")
+EVALUATION = "evaluation"
+# the order in which the sides lie in the hash's range, evaluation first
+SIDES = (EVALUATION, PAIRS, "preferences", "sft", "ppo")
 SHOWN_PROMPT = 60
 
 
@@ -50,16 +56,26 @@ def choose_pools(config: DataConfig, sets: Mapping[str, ReadSet[Any]]) -> dict[s
     problems' answers or the preferred responses demonstrate; prompts alone demonstrate nothing. Prompts to sample
     pairs for are drawn where no pairs are given and a verifier could rank the samples.
     """
-    given = [TASK] * (config.task is not None) + [
-        role for role in ("problems", "prompts", "preferences", "demonstrations") if role in sets
-    ]
-    main = given[0]
-    pool_of = {"ppo": main, "evaluation": "evaluation" if "evaluation" in sets else main}
-    learnt = [name for name in ("demonstrations", main, "preferences") if name in given and name != "prompts"]
+    main = _main(config, sets)
+    ranked = main == TASK or all(getattr(row, "answer", None) is not None for row in sets[main].rows)
+    return _pools_of(config, sets, ranked=ranked)
+
+
+def _main(config: DataConfig, given: Collection[str]) -> str:
+    """Return the pool that PPO's prompts are drawn from."""
+    if config.task is not None:
+        return TASK
+    return next(role for role in ("problems", "prompts", "preferences", "demonstrations") if role in given)
+
+
+def _pools_of(config: DataConfig, given: Collection[str], *, ranked: bool) -> dict[str, str]:
+    main = _main(config, given)
+    pool_of = {"ppo": main, EVALUATION: EVALUATION if EVALUATION in given else main}
+    there = (*given, *([TASK] if config.task is not None else []))
+    learnt = [name for name in ("demonstrations", main, "preferences") if name in there and name != "prompts"]
     if learnt:
         pool_of["sft"] = learnt[0]
-    ranked = main == TASK or all(getattr(row, "answer", None) is not None for row in sets[main].rows)
-    if "preferences" not in sets and ranked:
+    if "preferences" not in given and main != "prompts" and ranked:
         pool_of["preferences"] = main
     return pool_of
 
@@ -82,40 +98,94 @@ def _as_problems(rows: Iterable[Problem | PreferencePair]) -> Iterable[Problem]:
         yield Problem(row.prompt, demonstration=first_turn(row.chosen) or None)
 
 
-def needed(pool: str, pool_of: Mapping[str, str], sizes: SplitsConfig) -> dict[str, int]:
-    """Return how many problems each of a pool's splits takes of it, in the order in which they are filled."""
-    wanted = sizes.model_dump()
-    return {split: wanted[split] for split in FILLING_ORDER if pool_of.get(split) == pool}
+def splits_from(pool: str, pool_of: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the splits that are drawn from a pool."""
+    return tuple(split for split in SIDES if pool_of.get(split) == pool)
 
 
-def fill_splits(pools: Mapping[str, Pool], pool_of: Mapping[str, str], sizes: SplitsConfig) -> dict[str, list[Problem]]:
-    """Return every split's problems, taken from the pools in their order; a split without a pool is empty.
+@dataclass(frozen=True)
+class Sides:
+    """What a prompt may serve, by pool: the configuration and the prompt's key decide, and nothing else.
 
-    Supervised fine-tuning gets fewer than its size where too few rows have something to learn.
+    No seed does: a run with another one must not hold out what this one learnt.
     """
-    splits: dict[str, list[Problem]] = {name: [] for name in SPLITS}
-    for name, pool in pools.items():
-        left = list(pool.rows)
-        for split, size in needed(name, pool_of, sizes).items():
-            splits[split] = [problem for problem in left if split != "sft" or has_response_to_learn(problem)][:size]
-            taken = {problem.key for problem in splits[split]}
-            left = [problem for problem in left if problem.key not in taken]
-    return splits
+
+    heldout: float
+    """Share of the evaluation; in no pool is such a prompt learnt from. 0 where evaluation has a set of its own."""
+    shares: Mapping[str, Mapping[str, float]]
+    """By pool, in what proportion the splits that learn, and the reward model's pairs, have the others."""
+
+    @classmethod
+    def of(cls, config: DataConfig, given: Collection[str], wishes: Mapping[str, int], *, pairs: int | None) -> Sides:
+        """Return the sides of a configuration.
+
+        Args:
+            config: says which pools there are, and the share that is held out.
+            given: the keys of the sets that it names.
+            wishes: sizes by split, in proportion to which those that learn share a pool; not what follows the data.
+            pairs: the wish of a reward model that learns given pairs; None has as many as the splits beside it.
+        """
+        # whether rows can be ranked or have something to learn is seen in the rows, which may be others tomorrow
+        pool_of = _pools_of(config, given, ranked=True)
+        own = pool_of.pop(EVALUATION) == EVALUATION
+        shares: dict[str, dict[str, float]] = {
+            pool: {split: wishes[split] for split in splits_from(pool, pool_of)} for pool in (*given, TASK)
+        }
+        if "preferences" in given:
+            beside = shares["preferences"]
+            shares["preferences"] = {PAIRS: pairs or sum(beside.values()) or 1, **beside}
+        return cls(0.0 if own else config.heldout_fraction, shares)
+
+    def of_prompt(self, pool: str, key: str) -> str | None:
+        """Return what a prompt of a pool may serve: a split, or the reward model's pairs; None if it serves nothing.
+
+        Args:
+            pool: its name.
+            key: the prompt's.
+        """
+        if pool == EVALUATION:
+            return EVALUATION
+        place = int.from_bytes(_hash("side", key)[:8], "big") / 2**64
+        if place < self.heldout:
+            return EVALUATION
+        found, shares = None, self.shares[pool]
+        left = (place - self.heldout) / (1 - self.heldout) * sum(shares.values())
+        for name, share in shares.items():
+            if share and left >= 0:
+                found = name
+            left -= share
+        return found
+
+    def part_of(self, pool: str, split: str) -> float:
+        """Return the part of a pool's prompts that may serve a split, on average."""
+        if split == EVALUATION:
+            return self.heldout
+        shares = self.shares[pool]
+        return (1 - self.heldout) * shares[split] / (sum(shares.values()) or 1)
+
+    def parted(self, pool: Pool) -> dict[str, list[Problem]]:
+        """Return a pool's problems by what they may serve; of those for SFT, what has something to learn."""
+        parts: dict[str, list[Problem]] = {name: [] for name in SIDES}
+        for problem in pool.rows:
+            name = self.of_prompt(pool.name, problem.key)
+            if name is not None and (name != "sft" or has_response_to_learn(problem)):
+                parts[name].append(problem)
+        return parts
 
 
 def in_hash_order(problems: Iterable[Problem], seed: int) -> list[Problem]:
     """Return the problems in the order of a hash of their keys.
 
     A beginning of this order is a random sample of all sources of a mixture, so that every split has the mixture's
-    proportions on average.
+    proportions on average; and it changes little when rows come and go.
     """
+    return sorted(problems, key=lambda problem: _hash("splits", str(seed), problem.key))
 
-    def place(problem: Problem) -> bytes:
-        # the word makes this order independent of others by seed and key, such as the one that holds pairs out from the
-        # reward model: the rows that no split takes are late in this order, and must not be late in those, too
-        return hashlib.sha256(f"splits\0{seed}\0{problem.key}".encode()).digest()
 
-    return sorted(problems, key=place)
+def _hash(*words: str) -> bytes:
+    # the first word makes an order or a side independent of others by the same key, such as the one that holds pairs
+    # out from the reward model: rows that are late in this order must not be late in those, too
+    return hashlib.sha256("\0".join(words).encode()).digest()
 
 
 def refuse_overlap(pools: Sequence[Pool], uses: Mapping[str, Sequence[str]]) -> None:

@@ -48,26 +48,34 @@ def splits(found: Settled) -> dict[str, int]:
     return {split: found.values[split_key(split)] for split in LEAST}
 
 
+def rows(evaluation: int, preferences: int, sft: int, ppo: int, name: str = "rows", **more: int) -> Supply:
+    parts = {"evaluation": evaluation, "preferences": preferences, "sft": sft, "ppo": ppo, **more}
+    return Supply(name, sum(parts.values()), parts, 0.1)
+
+
 def test_sizes_that_hold_stay_as_they_are() -> None:
     assert settled(sizes()).values == USUAL
-    assert settled(sizes(), Supply("rows", 836, ALL)).values == USUAL  # 384 + 96 + 256 + 100
+    assert settled(sizes(), rows(100, 96, 384, 256)).values == USUAL
+    assert settled(sizes(), rows(1000, 1000, 1000, 1000)).values == USUAL, "a size is the most that a split takes"
 
 
-def test_splits_share_fewer_rows_in_proportion() -> None:
-    found = settled(sizes(), Supply("rows", 418, ALL))  # half of them
-    # nobody gets less than a stage can use, and what is above that is shared: 413 of 831 rows, and the 5 least
-    assert splits(found) == {"sft": 191, "preferences": 48, "ppo": 128, "evaluation": 51}
-    assert sum(splits(found).values()) == 418
+@pytest.mark.parametrize("fixed", [(), (split_key("sft"), split_key("evaluation"))])
+def test_a_split_has_what_may_serve_it_however_much_is_asked_for(fixed: tuple[str, ...]) -> None:
+    found = settled(sizes(*fixed), rows(29, 1000, 150, 1000))
+    assert splits(found) == {"sft": 150, "preferences": 96, "ppo": 256, "evaluation": 29}
+    assert not found.complaints
 
 
-def test_the_reward_models_pairs_have_a_share_of_rows_that_are_too_few() -> None:
-    served = ("evaluation", "sft", "ppo")
-    whole = settled(sizes(pairs=260), Supply("pairs", 1000, served, feeds_pairs=True))  # 740 and 260
-    assert splits(whole)["sft"] == 384
-    half = splits(settled(sizes(pairs=260), Supply("pairs", 500, served, feeds_pairs=True)))
-    # 494 of 994 beyond the least: 1 + 383 * 0.497, 1 + 255 * 0.497, 2 + 98 * 0.497; the pairs' 2 + 258 * 0.497 are left
-    assert half == {"sft": 191, "preferences": 96, "ppo": 128, "evaluation": 51}
-    assert 500 - 191 - 128 - 51 == 130
+def test_a_reward_model_needs_prompts_of_its_share_of_given_pairs() -> None:
+    def shared(pairs: int) -> Supply:
+        return Supply("pairs", 800 + pairs, {"evaluation": 100, "sft": 400, "ppo": 300, "pairs": pairs})
+
+    assert splits(settled(sizes(), shared(2)))["sft"] == 384
+    assert settle(sizes(), [shared(1)]) is None
+    assert "pairs may have 1 (needs 2); give more, or raise reward_model.pairs against" in shortage(
+        sizes(), [shared(1)], ALL
+    )
+    assert splits(settled(sizes(), shared(1), reads=("sft", "ppo")))["sft"] == 384
 
 
 @pytest.mark.parametrize(
@@ -94,38 +102,39 @@ def test_batches_follow_samples_trainers_and_the_buffer() -> None:
 
 
 def test_an_episode_has_no_more_prompts_than_the_split() -> None:
-    assert (
-        batches(settled(sizes(), Supply("rows", 100, ALL)))[0] <= splits(settled(sizes(), Supply("r", 100, ALL)))["ppo"]
-    )
+    few = settled(sizes(), rows(12, 11, 46, 31))
+    assert batches(few)[0] <= splits(few)["ppo"] == 31
     asked = {"ppo.prompts_per_episode": 300}
     assert splits(settled(sizes(*asked, supplied=asked)))["ppo"] == 300  # a split that nobody set makes room
-    small = settled(sizes(*asked, supplied=asked), Supply("rows", 320, ALL))
-    assert splits(small)["ppo"] >= 300
+    small = settled(sizes(*asked, supplied=asked), rows(2, 1, 1, 310))
+    assert splits(small)["ppo"] == 300
     assert not small.complaints
 
 
 def test_a_stage_that_does_not_run_gives_way_to_a_size_that_is_set() -> None:
     asked = {split_key("sft"): 300}
-    rows = Supply("rows", 300, ALL)
-    assert splits(settled(sizes(*asked, supplied=asked), rows, reads=("sft",))) == {
+    every = rows(0, 0, 300, 0)
+    assert splits(settled(sizes(*asked, supplied=asked), every, reads=("sft",))) == {
         "sft": 300, "preferences": 0, "ppo": 0, "evaluation": 0,
     }  # fmt: skip
-    whole = settled(sizes(*asked, supplied=asked), rows)
-    assert whole.given_up == {split_key("sft")}
-    assert "rows has 300 different prompts that can be used, but data.splits need" in whole.complaints[0]
-    again = {**asked, **whole.instead}
-    assert not settled(sizes(*again, supplied=again), rows).complaints
+    assert settle(sizes(*asked, supplied=asked), [every]) is None
+    assert shortage(sizes(*asked, supplied=asked), [every], ALL) == (
+        "rows has 300 different prompts that can be used, of which by their hashes evaluation may have 0 (needs 2), "
+        "preferences may have 0 (needs 1), ppo may have 0 (needs 1); give more, or raise data.heldout_fraction (0.1), "
+        "or raise data.splits.preferences and data.splits.ppo against the others, in proportion to which they share"
+    )
 
 
 def test_all_that_excludes_each_other_is_told_at_once_with_the_fewest_changes_that_work() -> None:
-    asked = {split_key("sft"): 400, "ppo.train_batch_size": 48, "ppo.prompts_per_episode": 64}
-    rows = Supply("data.problems (mine.jsonl)", 300, ALL)
-    found = settled(sizes(*asked, supplied=asked), rows)
-    assert len(found.given_up) == 2
+    asked = {split_key("evaluation"): 0, "ppo.train_batch_size": 48, "ppo.prompts_per_episode": 64}
+    mine = rows(30, 30, 190, 50, name="data.problems (mine.jsonl)")
+    found = settled(sizes(*asked, supplied=asked), mine)
+    assert found.given_up == {split_key("evaluation"), "ppo.prompts_per_episode"}
+    assert any("data.splits.evaluation is 0, but" in each for each in found.complaints)
     assert any("mine.jsonl" in each for each in found.complaints)
     assert any("ppo.train_batch_size is 48, but an episode has 64 samples" in each for each in found.complaints)
     again = {**asked, **found.instead}
-    assert settled(sizes(*again, supplied=again), rows).complaints == ()
+    assert settled(sizes(*again, supplied=again), mine).complaints == ()
 
 
 def test_the_next_set_of_fixed_sizes_is_tried_before_anything_is_given_up() -> None:
@@ -135,14 +144,19 @@ def test_the_next_set_of_fixed_sizes_is_tried_before_anything_is_given_up() -> N
 
 
 def test_too_few_rows_for_any_size_have_no_answer() -> None:
-    assert settle(sizes(), [Supply("rows", 4, ALL)]) is None  # one each, and two held out
-    assert settle(sizes(), [Supply("rows", 5, ALL)]) is not None
+    assert settle(sizes(), [rows(1, 1, 1, 1)]) is None  # one each, and two held out
+    assert shortage(sizes(), [rows(1, 1, 1, 1)], ALL).endswith("evaluation may have 1 (needs 2); give more")
+    assert settle(sizes(), [rows(2, 1, 1, 1)]) is not None
 
 
 def test_changes_are_told_by_key() -> None:
-    found = settled(sizes(), Supply("rows", 418, ALL))
+    found = settled(sizes(), rows(1000, 1000, 191, 1000))
     told = told_changes(USUAL, found.values, (split_key("sft"), BATCHES[0]))
-    assert told == "sizes that nobody set follow the data and each other: data.splits.sft 191 (not 384)"
+    assert told is not None
+    assert told.startswith("sizes follow the data and each other: data.splits.sft 191 (not 384); a prompt's hash says")
+    assert told_changes({**USUAL, BATCHES[0]: 3}, USUAL, BATCHES[:1]) == (
+        "sizes follow the data and each other: ppo.prompts_per_episode 64 (not 3)"
+    )
     assert told_changes(USUAL, USUAL) is None
 
 
@@ -153,7 +167,7 @@ size = st.integers(1, 40)
 @given(
     wanted=st.fixed_dictionaries(dict.fromkeys(KEYS, size)),
     fixed=st.sets(st.sampled_from(KEYS)),
-    rows=st.integers(0, 120),
+    there=st.fixed_dictionaries(dict.fromkeys(ALL, st.integers(0, 60))),
     each=st.integers(1, 4),
     trainers=st.integers(1, 3),
     room=st.sampled_from([0, 0, 1, 3]),
@@ -164,7 +178,7 @@ size = st.integers(1, 40)
 def test_whatever_is_asked_what_comes_of_it_holds_and_what_is_offered_works(
     wanted: dict[str, int],
     fixed: set[str],
-    rows: int,
+    there: dict[str, int],
     each: int,
     trainers: int,
     room: int,
@@ -175,20 +189,22 @@ def test_whatever_is_asked_what_comes_of_it_holds_and_what_is_offered_works(
     wanted[split_key("evaluation")] += 1  # one alone is refused as a value
     levels = (frozenset(fixed | then), frozenset(fixed))
     asked = Sizes(wanted, levels, each, trainers, room, pairs or None)
-    supply = Supply("rows", rows, ALL, feeds_pairs=pairs is not None)
+    supply = rows(**there, **({} if pairs is None else {"pairs": pairs}))
     found = settle(asked, [supply], reads=sorted(reads))
     if found is None:
         assert shortage(asked, [supply], sorted(reads))
         return
     unread = {split_key(split) for split in LEAST} - {split_key(split) for split in reads}
-    assert all(found.values[key] == wanted[key] for key in found.fixed - unread)
+    limits = {split_key(split): count for split, count in there.items()}
+    kept = {key: min(wanted[key], limits.get(key, wanted[key])) for key in found.fixed - unread}
+    assert all(found.values[key] == value for key, value in kept.items())
     assert found.fixed >= frozenset(fixed) - found.given_up - (frozenset() if "ppo" in reads else set(BATCHES))
     assert bool(found.complaints) == bool(found.given_up)
     for told in found.complaints:  # what is said to be too little is
-        if numbers := re.match(r"rows has (\d+) .* need (\d+) ", told):
-            assert int(numbers[1]) < int(numbers[2])
+        for has, needs in re.findall(r"may have (\d+) \(needs (\d+)\)", told):
+            assert int(has) < int(needs)
     parts = splits(found)
-    assert sum(parts.values()) <= rows
+    assert all(parts[split] <= there[split] for split in parts)
     assert all(parts[split] >= LEAST[split] for split in reads)
     holds(found, each, trainers, room)
     again = Sizes({**wanted, **found.instead}, asked.fixed, each, trainers, room, pairs or None)
@@ -211,5 +227,6 @@ def holds(found: Settled, each: int, trainers: int, room: int) -> None:
 
 def test_a_split_without_rows_of_its_own_may_be_nothing() -> None:
     asked = {split_key("preferences"): 0}
-    served = ("evaluation", "sft", "ppo")  # pairs are given, so that none are sampled
-    assert not settled(sizes(*asked, supplied=asked), Supply("pairs", 900, served, feeds_pairs=True)).complaints
+    # pairs are given, so that none are sampled
+    served = Supply("pairs", 900, {"evaluation": 200, "sft": 200, "ppo": 200, "pairs": 300})
+    assert not settled(sizes(*asked, supplied=asked), served).complaints

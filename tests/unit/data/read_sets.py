@@ -18,7 +18,8 @@ def config(data: dict[str, Any], **changes: Any) -> PipelineConfig:
     """Return a preset on these data, with keys by name of their section."""
     values: dict[str, Any] = {
         "name": "tiny",
-        "data": {"splits": SIZES, **data},
+        "data": {"splits": SIZES, "heldout_fraction": 0.25, **data},
+        "reward_model": {"pairs": 12},
         "template": {"prompt": CHATML},
         "ppo": {"prompts_per_episode": 8, "chunk_size": 8, "train_batch_size": 8, "micro_batch_size": 8},
         "evaluation": {"max_new_tokens": 40},

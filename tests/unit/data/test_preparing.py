@@ -51,9 +51,10 @@ def test_the_order_of_rows_does_not_matter_and_the_seed_does() -> None:
 
 
 def test_a_row_more_moves_no_other() -> None:
-    before = of_problems(problems(23)).splits["evaluation"]
-    after = of_problems([*problems(23), *prompts(0), Problem("New?", "1")]).splits["evaluation"]
-    assert len(set(before) - set(after)) <= 1, "only the new row may push one out"
+    before = of_problems(problems(40)).splits
+    after = of_problems([*problems(40), Problem("New?", "1")]).splits
+    pushed = [row for split in SIZES for row in set(before[split]) - set(after[split])]
+    assert len(pushed) <= 1, "only the new row may push one out"
 
 
 @pytest.mark.parametrize("data", [{"problems": "p.jsonl"}, {"task": "number_sorting", "task_parameters": SORTING}])
@@ -75,11 +76,11 @@ def test_demonstrations_are_what_sft_learns_where_there_are_some() -> None:
     assert_apart(made)
 
 
-def test_with_preferences_alone_prompts_are_parted_and_the_rest_stays_as_pairs() -> None:
-    made = prepare(config({"preferences": "h.jsonl"}), {"preferences": read(pairs(40))}, meter=None)
+def test_with_preferences_alone_prompts_are_parted_and_the_reward_models_share_stays_as_pairs() -> None:
+    made = prepare(config({"preferences": "h.jsonl"}), {"preferences": read(pairs(80))}, meter=None)
     assert sizes(made) == {**SIZES, "preferences": 0}
     assert made.pairs is not None
-    assert len(made.pairs) == 40 - SIZES["sft"] - SIZES["ppo"] - SIZES["evaluation"]
+    assert abs(len(made.pairs) - 80 * 0.75 * 12 / 26) < 4 * 4.4, "12 pairs are wished beside 6 + 8 prompts"
     for problem in made.splits["sft"]:
         assert (
             problem.demonstration
@@ -89,10 +90,11 @@ def test_with_preferences_alone_prompts_are_parted_and_the_rest_stays_as_pairs()
 
 
 def test_all_pairs_of_a_drawn_prompt_leave_the_reward_model() -> None:
-    twice = [PreferencePair(pair.prompt, pair.chosen, "Ruder.") for pair in pairs(40)]
+    once = prepare(config({"preferences": "h"}), {"preferences": read(pairs(40))}, meter=None).pairs or ()
+    twice = [PreferencePair(pair.prompt.replace("Ask", "ASK "), pair.chosen, "Ruder.") for pair in pairs(40)]
     made = prepare(config({"preferences": "h"}), {"preferences": read([*pairs(40), *twice])}, meter=None)
     assert made.pairs is not None
-    assert len(made.pairs) == 2 * (40 - SIZES["sft"] - SIZES["ppo"] - SIZES["evaluation"])
+    assert len(made.pairs) == 2 * len(once) > 0
     assert_apart(made)
 
 
@@ -105,11 +107,18 @@ def test_what_follows_the_preferred_turn_is_not_learnt() -> None:
     assert not any("Human" in problem.demonstration for problem in made.splits["sft"])
 
 
-def test_problems_with_preferences_leave_all_pairs_to_the_reward_model() -> None:
+def test_problems_with_preferences_leave_the_reward_model_all_pairs_that_could_never_be_held_out() -> None:
     sets = {"problems": read(problems(40)), "preferences": read(pairs(12))}
     made = prepare(config({"problems": "p", "preferences": "h"}), sets, meter=None)
-    assert made.pairs == tuple(pairs(12))
+    among = [*problems(40), *[Problem(pair.prompt, "1") for pair in pairs(12)]]
+    held = {row.key for row in of_problems(among, evaluation=52).splits["evaluation"]}
+    assert made.pairs == tuple(pair for pair in pairs(12) if problem_key(pair.prompt) not in held)
+    assert 6 <= len(made.pairs) < 12
+    assert made.report.splits["pairs"].drawn_from.endswith(f"less {12 - len(made.pairs)} on the side of the evaluation")
     assert sizes(made) == {**SIZES, "preferences": 0}
+    own = {**sets, "evaluation": read(problems(9, first=100))}
+    made = prepare(config({"problems": "p", "preferences": "h", "evaluation": "e"}), own, meter=None)
+    assert made.pairs == tuple(pairs(12)), "the evaluation has a set of its own"
 
 
 def test_prompts_alone_demonstrate_nothing() -> None:
@@ -118,12 +127,12 @@ def test_prompts_alone_demonstrate_nothing() -> None:
 
 
 def test_prompts_with_preferences_learn_the_preferred_responses() -> None:
-    sets = {"prompts": read(prompts(40)), "preferences": read(pairs(20))}
+    sets = {"prompts": read(prompts(40)), "preferences": read(pairs(60))}
     made = prepare(config({"prompts": "p", "preferences": "h"}), sets, meter=None)
     assert sizes(made) == {**SIZES, "preferences": 0}
     assert all(problem.demonstration for problem in made.splits["sft"])
     assert made.pairs is not None
-    assert len(made.pairs) == 20 - SIZES["sft"]
+    assert abs(len(made.pairs) - 60 * 0.75 * 12 / 18) < 4 * 3.9
     assert_apart(made)
 
 
@@ -166,26 +175,31 @@ def test_sets_that_share_prompts_are_refused(data: dict[str, str], sets: dict[st
 
 
 def test_too_few_rows_say_how_many_there_are_and_are_needed() -> None:
-    with pytest.raises(DataError, match=r"p\.jsonl\) has 22 different prompts .* need 23 \(evaluation 5, pref"):
+    told = r"p\.jsonl\) has 22 different prompts .* which by their hashes ppo may have \d \(needs 8\); give more, or "
+    with pytest.raises(DataError, match=told + r"raise data\.splits\.ppo against the others"):
         prepare(config({"problems": "p"}), {"problems": read(problems(22), "p.jsonl")}, meter=None)
+    told = r"evaluation may have 1 \(needs 2\); give more, or raise data\.heldout_fraction \(0\.01\)"
+    with pytest.raises(DataError, match=told):
+        prepare(config({"problems": "p", "heldout_fraction": 0.01}), {"problems": read(problems(200))}, meter=None)
     few = {"min_numbers": 3, "max_numbers": 3, "min_decimals": 0, "max_decimals": 0, "min_value": 1, "max_value": 2}
     with pytest.raises(DataError, match=r"data\.task \('number_sorting' with .* has \d+ different problems"):
         prepare(config({"task": "number_sorting", "task_parameters": few}), {}, meter=None)
 
 
 def test_what_is_too_long_is_left_out_before_the_splits_are_filled() -> None:
-    rows = [*problems(23), *[Problem(f"What is {'1' * 300} and {n}?", "1") for n in range(20)]]
+    rows = [*problems(40), *[Problem(f"What is {'1' * 300} and {n}?", "1") for n in range(20)]]
     made = prepare(config({"problems": "p", "too_long": "drop"}), {"problems": read(rows)}, meter=meter())
     assert sizes(made) == SIZES
-    assert {problem.prompt for split in made.splits.values() for problem in split} <= {p.prompt for p in problems(23)}
+    assert {problem.prompt for split in made.splits.values() for problem in split} <= {p.prompt for p in problems(40)}
     [found] = made.report.too_long
-    assert (found.split, found.key, found.longer, found.of, found.dropped) == ("sft", "sft.max_length", 20, 43, True)
+    assert (found.split, found.key, found.longer, found.of, found.dropped) == ("sft", "sft.max_length", 20, 60, True)
 
 
 def test_pairs_that_are_too_long_are_left_out_and_counted() -> None:
     long = [PreferencePair(f"Long {n}", "a" * 600, "b") for n in range(3)]
     sets = {"problems": read(problems(40)), "preferences": read([*pairs(12), *long])}
-    made = prepare(config({"problems": "p", "preferences": "h", "too_long": "drop"}), sets, meter=meter())
+    given = {"problems": "p", "preferences": "h", "too_long": "drop", "heldout_fraction": 0.1}
+    made = prepare(config(given), {**sets, "evaluation": read(problems(9, first=100))}, meter=meter())
     assert made.pairs == tuple(pairs(12))
     [found] = made.report.too_long
     assert (found.split, found.longer, found.of, found.limit) == ("pairs", 3, 15, 512)
@@ -210,11 +224,11 @@ def drawn(given: list[Problem], **splits: int) -> Prepared:
 def test_what_is_drawn_is_drawn_around_what_is_given() -> None:
     free = drawn(demonstrations(10)).splits
     known = [Problem(row.prompt.upper(), demonstration="7") for row in (free["evaluation"][1], *free["ppo"])]
+    more = drawn(demonstrations(10), evaluation=6).splits["evaluation"]
     made = drawn([*demonstrations(10), *known])
     assert sizes(made) == SIZES
     assert_apart(made)
-    kept = [row for rows in (free["evaluation"], free["preferences"]) for row in rows if row != free["evaluation"][1]]
-    assert made.splits["evaluation"] == kept[: SIZES["evaluation"]], "the next one of the draw takes the place"
+    assert made.splits["evaluation"] == [*more[:1], *more[2:]], "the next one of the side takes the place"
     assert ", less 9 that a given set has)" in made.report.splits["ppo"].drawn_from
     grown = drawn([*demonstrations(10), *known], ppo=60, sft=12)
     assert grown.splits["evaluation"] == made.splits["evaluation"]
@@ -248,8 +262,8 @@ def test_each_text_is_measured_once() -> None:
     assert scale.problems(rows)[0].prompt == len(scale.template.prompt_ids(rows[0].prompt))
     assert scale.problems(rows)[0].response == len(scale.template.response_ids(str(rows[0].demonstration)))
     refuse_unfit(made.splits, made.pairs, given, scale, reads=("sft",))
-    drawn = SIZES["sft"] + SIZES["ppo"] + SIZES["evaluation"]  # whose pairs are not learnt from
-    assert len(counted) == len(set(counted)) == 33 * 2 + 33 - drawn
+    kept = len(made.pairs or ()) + sum(each.longer for each in made.report.too_long if each.split == "pairs")
+    assert len(counted) == len(set(counted)) == 33 * 2 + kept, "the other pairs are not learnt from"
 
 
 def test_real_preferences_are_parted(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ JUDGED = {"ppo": {"reward": {"verifier": 0.0, "reward_model": 1.0}}, "evaluation
             "preferences",
             {"reward_model": {"max_length": 9}},
             ("preferences",),
-            r"21 of 21 preference pairs .* 9 tokens",
+            r"15 of 15 preference pairs .* 9 tokens",
         ),
     ],
 )

@@ -53,13 +53,15 @@ def test_a_good_set_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_set_is_judged_by_itself_unless_a_preset_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     talk = "\n\nHuman: {} please\n\nAssistant:"
-    rows = [{"chosen": f"{talk.format(n)} Yes {'a' * 600}", "rejected": f"{talk.format(n)} No"} for n in range(9)]
+    rows = [{"chosen": f"{talk.format(n)} Yes {'a' * 600}", "rejected": f"{talk.format(n)} No"} for n in range(40)]
     path = write(tmp_path / "h.jsonl", rows)
     status, text = checked(capsys, path)
     assert status == 0, text
     flat = " ".join(text.split())
     assert "All of it can be used" in flat
-    assert "9 of 9 preference pairs (prompt and longer response) are longer than reward_model.max_length = 512" in flat
+    assert (
+        "40 of 40 preference pairs (prompt and longer response) are longer than reward_model.max_length = 512" in flat
+    )
     assert "Under the limits of preset quickstart, for information" in flat
     facts = json.loads(checked(capsys, path, "--json")[1])
     assert (facts["preset"], facts["refused"], facts["sets"][0]["report"]) == (None, False, None)
@@ -67,11 +69,11 @@ def test_a_set_is_judged_by_itself_unless_a_preset_is_named(tmp_path: Path, caps
     status, text = checked(capsys, path, "--preset", "quickstart", "--json")
     found = json.loads(text)["sets"][0]
     assert (status, found["notes"]) == (1, [])
-    assert "data.splits.sft 3 (not 1024), data.splits.ppo 2 (not 640)" in found["sizes"]
+    assert "data.splits.sft 16 (not 1024), data.splits.ppo 11 (not 640)" in found["sizes"]
     [told] = found["refused"]
     for part in (
         "reward_model.max_length = 512",
-        "2 of 2 PPO prompts have no answer",
+        "11 of 11 PPO prompts have no answer",
         '"evaluation.judge": "reward_model"',
     ):
         assert part in told

@@ -10,6 +10,8 @@ from tests.unit.data.read_sets import CHATML, SIZES
 
 SMALL: dict[str, Any] = {
     "data.splits": SIZES,
+    "data.heldout_fraction": 0.25,
+    "reward_model.pairs": 12,
     "template": {"prompt": CHATML},
     "ppo.prompts_per_episode": 8,
     "ppo.chunk_size": 8,

@@ -97,8 +97,8 @@ def test_a_bad_file_is_named_with_what_is_wrong(
         assert part in message, message
 
 
-PROBLEMS = [{"question": f"What is {n} and {n}?", "answer": str(2 * n)} for n in range(40)]
-TALKS = [{"prompt": f"Say {n}", "response": f"I say {n}."} for n in range(40)]
+PROBLEMS = [{"question": f"What is {n} and {n}?", "answer": str(2 * n)} for n in range(80)]
+TALKS = [{"prompt": f"Say {n}", "response": f"I say {n}."} for n in range(80)]
 THOUGHT = {
     "think_start": {"text": "<think>"},
     "think_end": {"text": "</think>"},
@@ -129,7 +129,7 @@ BATCHES = {"ppo.chunk_size": 8, "ppo.train_batch_size": 8, "ppo.micro_batch_size
             sft,
             PROBLEMS,
             {"data.evaluation": "same"},
-            ["data.problems", "data.evaluation", "share 40 prompts", "What is"],
+            ["data.problems", "data.evaluation", "share 80 prompts", "What is"],
         ),
     ],
 )

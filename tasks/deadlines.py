@@ -35,6 +35,8 @@ _STDERR = 2
 class LateError(InfraError):
     """A flow or a stage did not end in time."""
 
+    ends_as = "Failed: not done in time"
+
 
 class _Interruption(KeyboardInterrupt):
     """Leads out of a block that is late: Ray takes no other for an interruption, and nothing on the way catches it."""
@@ -137,7 +139,7 @@ def _end_process(deadline: _Deadline) -> NoReturn:
         run_logger().error("%s", told)
         faulthandler.dump_traceback(_STDERR)
         if api_url := settings().prefect_api_url:
-            state = {"type": "FAILED", "message": told}
+            state = {"type": "FAILED", "name": LateError.ends_as, "message": told}
             for run in dict.fromkeys(each.run for each in (*_open[::-1], deadline) if each.run):
                 prefect_api.call(api_url, "POST", f"/flow_runs/{run}/set_state", {"state": state, "force": True})
             status = 0

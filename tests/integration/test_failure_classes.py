@@ -108,7 +108,7 @@ def test_a_stage_that_hangs_fails_at_its_deadline_with_a_sentence_and_leaves_no_
     env = {"RLHF_STAGE_TIMEOUT_S": "1"}
     run = start_with(deployed, "failing/failing", env, directory=str(tmp_path), meets=meets)
     await_end(deployed, run)
-    assert deployed.history(run) == ["Scheduled", *ONE_START, "Failed"]
+    assert deployed.history(run) == ["Scheduled", *ONE_START, "Failed: not done in time"]
     assert [child["state_type"] for child in deployed.children(run)] == ["FAILED"]
     said = deployed.message(run)
     assert said.startswith("waited 1 s for the stage work to end, and it is still at tests/integration/tiny_flows/")

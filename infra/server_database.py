@@ -117,8 +117,8 @@ async def _in_turn(
         async with _begin_as_reader(database, session, with_for_update=True) as transaction:
             yield transaction
     finally:
-        _has_turn.reset(token)
         turn.release()
+        _has_turn.reset(token)
 
 
 async def _acquired(turn: asyncio.Lock) -> bool:

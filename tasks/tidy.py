@@ -36,9 +36,14 @@ def tidy(known: Settings, report: Callable[[str], None]) -> None:
     if old := remove_old_batches(known):
         batches = counted(len(old), "batch", "batches")
         report(f"deleted {batches} older than {known.batches_kept_days:g} days in {FAILED_BATCHES}")
+    if known.wants_local_store or known.retention:
+        _collect(known, report)
     stack = StackState.load(known.home)
     if "store" in stack.services and stack.services["store"].process():
         seaweed.purge_log(known.home, stack.ports)
+
+
+def _collect(known: Settings, report: Callable[[str], None]) -> None:
     found = open_default_store().collect(Retention.parse(known.retention), delete=True)
     report(
         f"the store gave back {found.blob_bytes / 1e6:,.1f} MB: {counted(len(found.versions), 'version')} and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -137,6 +138,7 @@ def bring_back(settings: Settings, report: Report, *, supervisor: ProcessRecord)
         bringing = _BringingUp(settings, report, CHECKOUT)
         if bringing.state.supervisor != supervisor:
             return
+        bringing.keep_database()
         try:
             bringing.go(None)
         except ServiceError:
@@ -171,6 +173,13 @@ class _BringingUp:
             )
         self.state.supervisor = supervisor
         self.state.save(self.home)
+
+    def keep_database(self) -> None:
+        """Leave the server's database as it is: a person changes it, by `rlhf up`."""
+        kept = self.state.database
+        if kept in {"sqlite", "postgres"} and kept != self._kind_of_database:
+            self.report(f"the Prefect server's database stays {kept}, until `rlhf up` changes it")
+            self.settings = self.settings.model_copy(update={"database": kept, "database_url": None})
 
     def go(self, entries: dict[str, DeploymentEntry] | None, *, new_password: bool = False) -> None:
         """Do it; None in place of the deployments leaves them as they are."""
@@ -306,7 +315,10 @@ class _BringingUp:
             raise ServiceError(
                 "RLHF_DATABASE_URL names a database of yours, and RLHF_DATABASE asks for one of the stack's: unset one"
             )
-        before = self.state.database or ("sqlite" if (self.home / SQLITE_FILE).exists() else self._kind_of_database)
+        before = self.state.database
+        if before is None:  # of a release that had sqlite, unless the user named another
+            is_new = self._kind_of_database == "postgres" and (self.home / SQLITE_FILE).exists()
+            before = "sqlite" if is_new else self._kind_of_database
         if before == self._kind_of_database:
             return None
         if count := len(runs.engines(self.state.id)):
@@ -500,8 +512,10 @@ class _BringingUp:
         told = {**prefect_environment(self.home, api_url), _AUTH: self.password}
         environment = stack_environment(self.state.id, told)
         log = self.home / "logs" / "deploy.log"
-        said = deploy(self.checkout, api_url, environment, log, entries, self.state.registered)
-        self.state.registered, self.state.deployed = said, digest
+        server = hashlib.sha256((self.settings.database_url or self._kind_of_database).encode()).hexdigest()[:16]
+        said = self.state.registered.get(server, {})
+        self.state.registered[server] = deploy(self.checkout, api_url, environment, log, entries, said)
+        self.state.deployed = digest
         self.state.save(self.home)
         for name, kept in differences(api_url, entries).items():
             self.report(f"{name} keeps what was set in Prefect: {'; '.join(kept)}")

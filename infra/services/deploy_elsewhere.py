@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from infra.errors import ServiceError
 from infra.prefect_access import access_to
 from infra.services import automations, prefect_api
-from infra.services.deployments import deploy, differences
+from infra.services.deployments import Values, deploy, differences
 from infra.services.prefect_yaml import WorkPoolEntry, read_prefect_yaml
 from infra.services.service import Report
+from infra.services.state import StackState, locked, make_home
 from infra.services.worker import WORK_POOL, make_work_pool
 from infra.settings import CHECKOUT, Settings, inherited_environment
 
@@ -63,15 +65,20 @@ def deploy_elsewhere(
     }
     log = settings.logs_dir / "deploy.log"
     directory = IN_THE_IMAGE if image else None
-    # Nothing here remembers what the file said the last time: what is otherwise on the server counts as the user's, but
-    # for the image.
-    former = {name: prefect_api.deployment(api_url, name) or {"job_variables": {}} for name in moved}
-    said = {
-        name: {"job_variables": {"image": each["job_variables"]["image"]}}
-        for name, each in former.items()
-        if "image" in each["job_variables"]
-    }
-    deploy(checkout, api_url, {**inherited_environment(), **told}, log, moved, said, directory=directory)
+    make_home(settings.home)
+    with locked(settings.home, report):
+        state = StackState.load(settings.home)
+        said = state.registered.get(api_url) or _images(api_url, moved)
+        environment = {**inherited_environment(), **told}
+        state.registered[api_url] = deploy(checkout, api_url, environment, log, moved, said, directory=directory)
+        state.save(settings.home)
     for name, kept in differences(api_url, moved).items():
         report(f"{name} keeps what was set in Prefect: {'; '.join(kept)}")
     report(automations.install(api_url))
+
+
+def _images(api_url: str, names: Iterable[str]) -> dict[str, Values]:
+    """Return the images of the deployments there: no person's, also where another home has registered them."""
+    there = {name: prefect_api.deployment(api_url, name) for name in names}
+    images = {name: each["job_variables"].get("image") for name, each in there.items() if each is not None}
+    return {name: {"job_variables": {"image": image}} for name, image in images.items() if image}

@@ -10,7 +10,7 @@ import hashlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +26,8 @@ from infra.services.service import last_words
 _TIMEOUT_S = 180
 _WAITING = "AwaitingConcurrencySlot"
 _ABSENT: Final = object()
+_BRACES_APART = "{\u200b{"
+_FORMER_ZONE = "Etc/UTC"
 Values = dict[str, Any]
 """What a person can set of a deployment, by name; `parameters`, `tags`, `schedules`, `job_variables` by theirs."""
 _SOURCES = ("flows/*.py", "flows/presets/*.yaml", "rlhf_core/config/*.py")
@@ -77,23 +79,45 @@ def deploy(
     for name in entries:
         if (there := prefect_api.deployment(api_url, name)) is not None:
             theirs = _values_of(there)
-            # Of what an earlier release did not write down, all that differs is the person's, but for our own words.
-            unknown = _of_both(says[name], theirs) | {"description": theirs["description"]}
-            before = unknown | said_before.get(name, {})
+            before = _assumed(says[name], theirs) | said_before.get(name, {})
             wanted[name] = _merged(before, theirs, says[name])
             _keep_waiting_runs(api_url, name)
-    told: Values = {"deployments": [entries[name].with_values(wanted[name]) for name in entries]}
+    told: Values = {"deployments": [_apart(entries[name].with_values(wanted[name])) for name in entries]}
     if directory is not None:
         told["pull"] = [{"prefect.deployments.steps.set_working_directory": {"directory": directory}}]
     _run_prefect_deploy(checkout, environment, log, told)
-    for name, values in wanted.items():
+    for name in entries:
         there = prefect_api.deployment(api_url, name)
         if there is None:
             raise ServiceError(f"`prefect deploy --all` succeeded, but there is no deployment {name}")
-        braced = {key: values[key] for key in ("parameters", "job_variables") if values[key] != there[key]}
-        if braced:  # Prefect took double braces in them for places that it is to fill
-            prefect_api.call(api_url, "PATCH", f"/deployments/{there['id']}", braced)
+        _put_braces_back(api_url, there)
     return says
+
+
+def _apart(value: Any) -> Any:
+    """Return a value with its double braces apart: `prefect deploy` would fill them, with secrets of blocks, too."""
+    return _mapped(value, lambda text: text.replace("{{", _BRACES_APART))
+
+
+def _put_braces_back(api_url: str, deployment: Mapping[str, Any]) -> None:
+    def whole(value: Any) -> Any:
+        return _mapped(value, lambda text: text.replace(_BRACES_APART, "{{"))
+
+    path = f"/deployments/{deployment['id']}"
+    values = {key: deployment[key] for key in ("description", "parameters", "tags", "job_variables")}
+    if braced := {key: whole(value) for key, value in values.items() if whole(value) != value}:
+        prefect_api.call(api_url, "PATCH", path, braced)
+    for each in deployment["schedules"]:
+        if (parameters := whole(each["parameters"])) != each["parameters"]:
+            prefect_api.call(api_url, "PATCH", f"{path}/schedules/{each['id']}", {"parameters": parameters})
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _mapped(each, change) for key, each in value.items()}
+    return [_mapped(each, change) for each in value] if isinstance(value, list | tuple) else value
 
 
 def differences(api_url: str, entries: Mapping[str, DeploymentEntry]) -> dict[str, list[str]]:
@@ -164,6 +188,18 @@ def _merged(before: Values, theirs: Values, now: Values) -> Values:
         elif (chosen := its if its != base else ours) is not _ABSENT:
             result[key] = chosen
     return result
+
+
+def _assumed(file: Values, theirs: Values) -> Values:
+    """Return what the file may have said where nothing was written down: all that differs counts as the person's.
+
+    Our own words do not, nor does the zone of the nightly schedule as the releases before had it.
+    """
+    assumed = _of_both(file, theirs) | {"description": theirs["description"]}
+    for slug, schedule in assumed["schedules"].items():
+        if theirs["schedules"][slug].get("timezone") == _FORMER_ZONE:
+            schedule["timezone"] = _FORMER_ZONE
+    return assumed
 
 
 def _of_both(file: Values, theirs: Values) -> Values:

@@ -182,11 +182,18 @@ def _gpus(settings: Settings) -> Iterator[Finding]:
         if gpu.used_bytes - mine < _GIB or (engines(state.id) and not mine):  # a container may not see whose they are
             yield Finding(f"GPU {number}", "well", seen)
         else:
-            who = ", ".join(_command(psutil.Process(pid)) for pid in gpu.users.keys() - ours if psutil.pid_exists(pid))
+            who = ", ".join(filter(None, map(_command_of, gpu.users.keys() - ours)))
             advice = "end what uses it, or give runs another one: CUDA_VISIBLE_DEVICES"
             yield Finding(
                 f"GPU {number}", "warning", f"{seen}, not by this stack{f' but by {who}' if who else ''}", advice
             )
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return _command(psutil.Process(pid))
+    except psutil.Error:  # it has ended, or is outside of this container
+        return ""
 
 
 def _major(version: str) -> int:

@@ -197,7 +197,7 @@ def end_orphans(home: Path, *, but: psutil.Process | None = None) -> None:
     Raises:
         ServiceError: if one does not end.
     """
-    data, own = str(home / DIRECTORY), processes.tree(but) if but else []
+    data, own = str((home / DIRECTORY).resolve()), processes.tree(but) if but else []
     left = []
     for each in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import psutil
 
+from infra.errors import InfraError
 from infra.process_record import ProcessRecord
 from infra.services import postgres
 from infra.services.service import Report
@@ -28,6 +29,8 @@ _RECONNECTED_S = 60.0
 """A worker may be silent for so long after its server has begun to answer."""
 _FIRST_S, _LONGEST_S = 10.0, 300.0
 _STABLE_S = 120.0
+_BRING_BACK_S, _UNDO_S = 900.0, 60.0
+"""For all services to start, and to end again."""
 
 
 class Backoff:
@@ -65,11 +68,18 @@ def supervise(report: Report, bring_back: Sequence[str]) -> None:
     home, us = settings().home, ProcessRecord.of(os.getpid())
     watch, care = _Watch(), _Care(report, bring_back)
     report(f"the stack is supervised: each {_LOOK_S:g} s its services are looked at")
+    told = ""
     try:
         while (state := StackState.load(home)).supervisor == us:
-            troubles = watch.troubles(state)
-            if not (troubles and is_locked(home)):  # what another command starts does not answer yet
-                care.see_to(watch.names, troubles)
+            try:
+                troubles = watch.troubles(state)
+                if not (troubles and is_locked(home)):  # what another command starts does not answer yet
+                    care.see_to(watch.names, troubles)
+                told = ""
+            except (InfraError, OSError, psutil.Error) as error:  # such as a setting that somebody is just writing
+                if told != str(error):
+                    report(f"the services cannot be looked after just now: {error}")
+                told = str(error)
             time.sleep(_LOOK_S)
         report("the stack was taken down: supervision ends")
     except (KeyboardInterrupt, SystemExit):
@@ -93,7 +103,7 @@ class _Watch:
         self.names |= state.services.keys()
         if not settings().wants_local_store:
             self.names.discard("store")
-        if not settings().wants_local_postgres:
+        if state.database != "postgres":
             self.names.discard(postgres.NAME)
         found = {name: record.process() for name, record in state.services.items() if name in self.names}
         live = {name: process for name, process in found.items() if process}
@@ -156,8 +166,14 @@ class _Care:
         # In a session of its own: a terminal's Ctrl-C is for us, and we pass it on once.
         child = subprocess.Popen(self._bring_back, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
-            child.wait()
-        except (KeyboardInterrupt, SystemExit):
+            child.wait(_BRING_BACK_S)
+        except BaseException as error:
             child.terminate()
-            child.wait()
-            raise
+            try:
+                child.wait(_UNDO_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            self._report(f"what brings services back did not end within {_BRING_BACK_S:.0f} s, and was ended")

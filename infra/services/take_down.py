@@ -22,7 +22,7 @@ _RUNS_GRACE_S = 40.0
 _CLUSTERS_GRACE_S = 10.0
 """For the watchdogs of clusters whose flow was killed."""
 _SERVICES_GRACE_S = 15.0
-_SUPERVISOR_GRACE_S = 60.0
+_SUPERVISOR_GRACE_S = 90.0
 """For a supervisor to end what it is just starting."""
 
 

@@ -53,7 +53,7 @@ def look(known: Settings) -> None:
     stamp = known.home / STAMP
     if not stamp.exists():  # a stack that has just been made has nothing old
         stamp.touch()
-    if time.time() - stamp.stat().st_mtime >= EVERY_S:
+    if abs(time.time() - stamp.stat().st_mtime) >= EVERY_S:  # also where the clock was set back
         stamp.touch()
         _tidy(known.logs_dir / "tidy.log")
 

@@ -36,6 +36,7 @@ EVERY_WORKER = {
 """Environment of a worker and its flows wherever they run; the files of infra/deploy have the same."""
 _HEARTBEAT_S = 5
 _STALE_S = 4.0 * _HEARTBEAT_S
+_ANSWER_S = 10.0
 
 
 def make_work_pool(api_url: str) -> None:
@@ -87,7 +88,8 @@ def worker(home: Path, socket_dir: Path, api_url: str, environment: Mapping[str,
 def missing(api_url: str, process: psutil.Process) -> str | None:
     """Return None when this very process has lately told the server that it lives."""
     try:
-        workers = prefect_api.call(api_url, "POST", f"/work_pools/{WORK_POOL}/workers/filter", {}) or []
+        path = f"/work_pools/{WORK_POOL}/workers/filter"
+        workers = prefect_api.call(api_url, "POST", path, {}, timeout_s=_ANSWER_S) or []
         beats = [each["last_heartbeat_time"] for each in workers if each["name"] == WORKER_NAME]
         latest = max((datetime.fromisoformat(beat).timestamp() for beat in beats if beat), default=0.0)
         if latest > max(process.create_time(), time.time() - _STALE_S):

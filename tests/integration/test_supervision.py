@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 
 import psutil
@@ -14,7 +15,6 @@ from tests.integration.local_stack import LocalStack, run_beside_usual_ports, tu
 pytestmark = [pytest.mark.integration, pytest.mark.stack]
 
 SERVICES = ("store", "server", "worker")
-NOWHERE = "postgresql+asyncpg://nobody@127.0.0.1:1/none"
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +77,19 @@ def test_a_service_that_cannot_start_is_tried_less_and_less_often_and_comes_back
     supervised: LocalStack,
 ) -> None:
     before, env = supervised.pids(), supervised.env_file.read_text()
-    supervised.env_file.write_text(f"RLHF_DATABASE_URL={NOWHERE}\n{env}")
-    psutil.Process(before["server"]).kill()
 
     def waits() -> list[int]:
         return [
             int(each) for each in re.findall(r"the server has died again.*: the next is in (\d+) s", said(supervised))
         ]
 
-    try:
-        wait_for(lambda: len(waits()) > 1, "two waits", timeout_s=180)
-    finally:
-        supervised.env_file.write_text(env)
+    with socket.create_server(("127.0.0.1", 0)) as anothers:
+        supervised.env_file.write_text(f"RLHF_PREFECT_PORT={anothers.getsockname()[1]}\n{env}")
+        try:
+            psutil.Process(before["server"]).kill()
+            wait_for(lambda: len(waits()) > 1, "two waits", timeout_s=180)
+        finally:
+            supervised.env_file.write_text(env)
     first, second = waits()[-2:]
     assert first <= 10 < second <= 20
     await_another(supervised, before, "server")

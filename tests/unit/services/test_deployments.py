@@ -46,7 +46,7 @@ def on_server(**changes: Any) -> dict[str, Any]:
 def kept(server: dict[str, Any], *, now: DeploymentEntry = ENTRY, before: DeploymentEntry | None = ENTRY) -> Any:
     """Return what is registered where the file said something before, and says something now."""
     theirs = deployments._values_of(server)
-    base = deployments._of_both(now.values(), theirs) if before is None else before.values()
+    base = deployments._assumed(now.values(), theirs) if before is None else before.values()
     return now.with_values(deployments._merged(base, theirs, now.values()))
 
 
@@ -104,6 +104,32 @@ def test_what_a_person_has_set_stays_and_is_told(
     assert found == (becomes | {"seed": 3} if key == "parameters" else becomes)
     assert result["parameters"]["seed"] == 3, "what the file has new comes all the same"
     assert "; ".join(told(on_server(**changes), monkeypatch)) == says
+
+
+def test_an_upgrade_takes_the_files_own_words_and_zone_but_no_other_zone() -> None:
+    def zone(former: str) -> tuple[str, str]:
+        scheduled = {"slug": "nightly", "schedule": CRON | {"timezone": former}, "active": True, "parameters": {}}
+        result = kept(on_server(description="Former words.", schedules=[scheduled]), before=None)
+        return result["description"], result["schedules"][0]["timezone"]
+
+    assert zone("Etc/UTC") == ("The night.", "Europe/Berlin")
+    assert zone("Asia/Tokyo") == ("The night.", "Asia/Tokyo")
+
+
+def test_prefect_is_given_no_braces_to_fill_and_they_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "{{ prefect.blocks.secret.mine }}"
+    told = {"env": {"KEY": secret}, "list": [f"a {secret}", 3], "{{ b }}": None}
+    given = deployments._apart(told)
+    assert "{{" not in str(given)
+    calls: list[Any] = []
+    monkeypatch.setattr(prefect_api, "call", lambda *call: calls.append(call[1:]))
+    schedule = {"id": "s", "parameters": deployments._apart({"data": secret})}
+    there = on_server(job_variables=given, description="words", schedules=[schedule])
+    deployments._put_braces_back(URL, {"id": "d", **there})
+    assert calls == [
+        ("PATCH", "/deployments/d", {"job_variables": told}),
+        ("PATCH", "/deployments/d/schedules/s", {"parameters": {"data": secret}}),
+    ]
 
 
 def test_what_a_person_has_taken_away_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:

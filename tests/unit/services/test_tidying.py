@@ -64,6 +64,7 @@ def test_the_worker_has_the_command_tidy_and_ends_it_when_it_takes_too_long(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RLHF_STORE_URL", (home / "objects").as_uri())
+    monkeypatch.setenv("RLHF_RETENTION", "policy=5")
     log = home / "logs" / "tidy.log"
     tidying._tidy(log)
     assert "the store gave back 0.0 MB" in log.read_text()

@@ -52,6 +52,7 @@ def test_tidying_deletes_old_batches_and_shortens_long_logs_and_says_so(
 ) -> None:
     monkeypatch.setenv("RLHF_BATCHES_KEPT_DAYS", "3")
     monkeypatch.setenv("RLHF_LOG_LIMIT_MB", "0.1")
+    monkeypatch.setenv("RLHF_RETENTION", "policy=5")
     old, new = home / "failed-batches" / "old", home / "failed-batches" / "new"
     for each in (old, new):
         each.mkdir(parents=True)

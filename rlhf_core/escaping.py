@@ -50,15 +50,15 @@ def one_line(text: str, limit: int | None = None) -> str:
     return _written_out(_NEWLINES.sub(lambda ends: f" {'⏎' * len(_NEWLINE.findall(ends[0]))} ", text))
 
 
-def prose(text: str) -> str:
+def prose(text: str, limit: int = SHOWN_LENGTH) -> str:
     r"""Return a name or a few words of markdown that read as they are; in code where a renderer would link them.
 
     >>> prose("a *b* [c](d)"), prose("see https://e.org")
     ('a \\*b\\* \\[c\\](d)', '`see https://e.org`')
     """
-    shown = one_line(text.strip(), SHOWN_LENGTH)
+    shown = one_line(text.strip(), limit)
     if _LINK.search(shown):
-        return code(text)
+        return code(text, limit)
     return _ACTIVE.sub(lambda active: f"\\{active[0]}" if not active[0].isdigit() else f"{active[0]}\\", shown)
 
 

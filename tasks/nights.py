@@ -20,6 +20,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
 
+from infra.services.automations import SKIPPED
 from infra.services.prefect_yaml import NEEDS_DATA, hours_to_start
 from rlhf_core.errors import ConfigError
 
@@ -97,6 +98,11 @@ def _last_due(run: FlowRun, due: datetime, now: datetime) -> FlowRun | None:
                 expected_start_time=FlowRunFilterExpectedStartTime(after_=due + _FIRST, before_=now)
             ),
             sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-            limit=10,
         )
-    return next((each for each in found if each.auto_scheduled), None)
+    nights = (each for each in found if each.auto_scheduled)
+    return next((each for each in nights if not _was_cancelled(each)), None)
+
+
+def _was_cancelled(run: FlowRun) -> bool:
+    """Whether a person cancelled a run; one that was skipped as this one may be was not."""
+    return run.state is not None and run.state.is_cancelled() and run.state.name != SKIPPED

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
+from rlhf_core.escaping import SHOWN_LENGTH, one_line
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
 from tasks.context import Context, open_context
 from tasks.evaluate import OUTCOMES, REWARD_MODEL
@@ -75,7 +76,8 @@ def _since(champion: str) -> str:
     if not moves:
         return "is the champion already"
     last = moves[-1]
-    return f"is the champion already, since {last.when:%Y-%m-%d %H:%M} UTC ({last.who}: {last.why})"
+    why = one_line(last.why, SHOWN_LENGTH)
+    return f"is the champion already, since {last.when:%Y-%m-%d %H:%M} UTC ({one_line(last.who, SHOWN_LENGTH)}: {why})"
 
 
 @stage_task(name="promote")

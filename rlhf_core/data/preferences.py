@@ -142,8 +142,9 @@ def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, s
     """Return at most `config.pairs` pairs, split by conversation.
 
     Pairs of one prompt have responses in common, and a prompt that continues another has its turns in common. They stay
-    together, or the accuracy would be measured on what was learnt. The hash of a conversation's first turns decides its
-    side: no other pair does, nor the seed, which only chooses among too many.
+    together, or the accuracy would be measured on what was learnt. The hash of the first of them decides their side;
+    the seed only chooses among too many. A window that loses the first may move the others: each reward model is
+    trained anew, and measured on pairs of its own night.
 
     Raises:
         DataError: one side is empty.
@@ -153,25 +154,31 @@ def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, s
         return _digest(str(seed), pair.prompt, pair.chosen, pair.rejected)
 
     used = sorted(pairs, key=rank)[: config.pairs]
-    conversations = {pair.prompt: problem_key(_first_turns(pair.prompt)) for pair in used}
-    held = {
-        key: int.from_bytes(_digest("reward model", key)[:8], "big") / 2**64 < config.heldout_fraction
-        for key in conversations.values()
+    beginnings = _beginnings({pair.prompt for pair in used})
+    places = {
+        prompt: int.from_bytes(_digest("reward model", problem_key(first))[:8], "big") / 2**64
+        for prompt, first in beginnings.items()
     }
-    training = [pair for pair in used if not held[conversations[pair.prompt]]]
-    heldout = [pair for pair in used if held[conversations[pair.prompt]]]
+    heldout = [pair for pair in used if places[pair.prompt] < config.heldout_fraction]
+    training = [pair for pair in used if places[pair.prompt] >= config.heldout_fraction]
     if not heldout or not training:
         raise DataError(
-            f"{counted(len(used), 'preference pair')} of {counted(len(held), 'prompt')} cannot be "
+            f"{counted(len(used), 'preference pair')} of {counted(len(set(beginnings.values())), 'prompt')} cannot be "
             f"split: {len(training)} would be trained on and {len(heldout)} held out; give more pairs or change "
             "reward_model.heldout_fraction"
         )
     return PairSplit(training, heldout)
 
 
-def _first_turns(prompt: str) -> str:
-    """Return a transcript up to the assistant's first turn, with which all that continue it begin; else the prompt."""
-    return prompt[: prompt.index(ASSISTANT) + len(ASSISTANT)] if prompt.endswith(ASSISTANT) else prompt
+def _beginnings(prompts: Iterable[str]) -> dict[str, str]:
+    """Return, of each prompt, the shortest one that it continues: itself, unless that is a transcript among them."""
+    found: dict[str, str] = {}
+    first = ""
+    for prompt in sorted(prompts):  # what continues a transcript comes right behind it
+        if not (first.endswith(ASSISTANT) and prompt.startswith(first)):
+            first = prompt
+        found[prompt] = first
+    return found
 
 
 def _digest(*texts: str) -> bytes:

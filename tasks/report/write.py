@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
-from rlhf_core.escaping import block, picture
+from rlhf_core.escaping import block, picture, prose
 from tasks.context import Context, open_context
 from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, levels, rows_of
 from tasks.report.page import inline, show_markdown, with_pictures
@@ -65,6 +65,9 @@ def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+_LONGEST_REASON = 1500
+
+
 def _verdict(facts: Facts) -> str:
     if facts.decision.promote:
         return "promoted"
@@ -73,7 +76,8 @@ def _verdict(facts: Facts) -> str:
 
 def _gate(facts: Facts) -> str:
     verdict = _verdict(facts).capitalize()
-    return f"**{verdict}.** {facts.decision.reason}. Champion now: {facts.champion or 'none'}."
+    reason = prose(facts.decision.reason, _LONGEST_REASON)  # a person may have said why something is the champion
+    return f"**{verdict}.** {reason}. Champion now: {facts.champion or 'none'}."
 
 
 _WHAT = "a picture"

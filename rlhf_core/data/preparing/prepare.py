@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import PipelineConfig, SourceConfig
     from rlhf_core.config.sizes import Sizes
     from rlhf_core.data.preferences import PreferencePair
-    from rlhf_core.data.preparing.lengths import Fitting, TokenMeter
+    from rlhf_core.data.preparing.lengths import TokenMeter
     from rlhf_core.data.problems import Problem
     from rlhf_core.data.reading import Access, ReadSet, Role
     from rlhf_core.data.template import PromptTemplate
@@ -51,8 +51,8 @@ ROLES: tuple[Role, ...] = ("problems", "prompts", "demonstrations", "preferences
 SOURCES = (*ROLES, "evaluation")
 """The keys of the configuration that name sets."""
 _OF_A_TASK = "reasoning_gym:"
-MARGIN, MOST_DRAWN = 1.1, 8
-"""So many times the problems that fill every split on average are drawn at first and at most: some cannot be taken."""
+MARGIN, MOST = 1.1, 8
+"""So many times the problems that fill every split on average are drawn: at first, and at most (some do not fit)."""
 
 
 def read_sets(config: DataConfig, access: Access, template: PromptTemplate | None) -> dict[str, ReadSet[Any]]:
@@ -215,7 +215,7 @@ def draw_task(
     data, splits = config.data, splits_from(TASK, pool_of)
     wanted = {split: getattr(data.splits, split) for split in splits if sides.part_of(TASK, split)}
     expected = max((size / sides.part_of(TASK, split) for split, size in wanted.items()), default=0)
-    count, most = math.ceil(MARGIN * expected), MOST_DRAWN * expected
+    count, most = math.ceil(MARGIN * expected), MOST * expected
     while True:
         drawn = draw_problems(str(data.task), data.task_parameters, seed=config.seed, count=count)
         rows = [problem for problem in drawn if problem.key not in given]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from rlhf_core.config import DataConfig
-    from rlhf_core.data.problems import Problem
     from rlhf_core.data.reading import ReadSet
 
 SPLITS = ("sft", "preferences", "ppo", "evaluation")

@@ -159,7 +159,7 @@ def test_a_run_that_only_a_reward_model_judged_is_compared_promoted_and_reported
     assert (decision.difference, champion) == (1.0, policy.uri)
     reference = write_report.fn(config, [policy], evaluations, decision, champion, wall_s=1.0)  # type: ignore[attr-defined]
     text = store.read_bytes(store.resolve(reference), "report.md").decode()
-    assert "+1.000 [+1.000, +1.000] standard deviations of the reward model's score" in text
+    assert "+1.000 \\[+1.000, +1.000\\] standard deviations of the reward model's score" in text
     assert "**2** score rose" in text
     assert "right" not in text
     assert set(shown) == {"test-report", "test-ppo-curves", "test-samples"}

@@ -65,6 +65,17 @@ def test_what_a_model_wrote_stays_one_cell_and_is_shown_as_it_is() -> None:
     assert "a │ b ⏎ ```sh ⏎ &lt;img src=x onerror=alert(1)&gt; **bold** \\│ `tick` &amp;lt; ![x](ppo.png)\\x1b" in html
 
 
+def test_why_a_person_made_a_champion_is_words_on_the_page_and_in_the_runs_state() -> None:
+    why = "see ![x](https://foreign.example/t.png) \x1b[2J <b>"
+    decision = facts().decision.model_copy(update={"promote": False, "reason": f"policy/test@1 is it ({why})"})
+    html = HTML(report_text(facts(decision=decision), {}))
+    assert "<img" not in html
+    assert "<b>" not in html
+    assert "\x1b" not in html
+    assert "\\x1b[2J" in html
+    assert "<strong>Is the champion already.</strong>" in html
+
+
 def test_backticks_at_the_ends_and_empty_texts_survive() -> None:
     assert "<code>`a``</code>" in HTML(code("`a``"))
     assert code("") == "(empty)"

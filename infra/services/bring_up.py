@@ -513,8 +513,8 @@ class _BringingUp:
         environment = stack_environment(self.state.id, told)
         log = self.home / "logs" / "deploy.log"
         server = hashlib.sha256((self.settings.database_url or self._kind_of_database).encode()).hexdigest()[:16]
-        said = self.state.registered.get(server, {})
-        self.state.registered[server] = deploy(self.checkout, api_url, environment, log, entries, said)
+        said = self.state.filed.get(server, {})
+        self.state.filed[server] = deploy(self.checkout, api_url, environment, log, entries, said)
         self.state.deployed = digest
         self.state.save(self.home)
         for name, kept in differences(api_url, entries).items():

@@ -68,9 +68,9 @@ def deploy_elsewhere(
     make_home(settings.home)
     with locked(settings.home, report):
         state = StackState.load(settings.home)
-        said = state.registered.get(api_url) or _images(api_url, moved)
+        said = state.filed.get(api_url) or _images(api_url, moved)
         environment = {**inherited_environment(), **told}
-        state.registered[api_url] = deploy(checkout, api_url, environment, log, moved, said, directory=directory)
+        state.filed[api_url] = deploy(checkout, api_url, environment, log, moved, said, directory=directory)
         state.save(settings.home)
     for name, kept in differences(api_url, moved).items():
         report(f"{name} keeps what was set in Prefect: {'; '.join(kept)}")

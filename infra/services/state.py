@@ -58,7 +58,7 @@ class StackState(BaseModel):
     """Where the server's data were kept the last time: `sqlite`, `postgres`, or `own` for a database of the user's."""
     deployed: str | None = None
     """Digest of what the deployments were made from."""
-    registered: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
+    filed: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
     """By server and deployment, what prefect.yaml said when it was last registered: what differs is a person's."""
     supervisor: ProcessRecord | None = None
     """The process that brings services back; it ends once it is no longer named here."""

@@ -27,7 +27,7 @@ with locked(Path(sys.argv[1]), print):
 
 
 def test_a_state_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    state = StackState(ports={"s3": 8333}, registered={"a server": {"pipeline/nightly": {"tags": {"nightly": True}}}})
+    state = StackState(ports={"s3": 8333}, filed={"a server": {"pipeline/nightly": {"tags": {"nightly": True}}}})
     state.save(tmp_path)
     assert StackState.load(tmp_path) == state
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
+from infra.process_record import ProcessRecord
 from infra.settings import settings
+from tasks import scratch
 from tasks.scratch import remove_left, scratch_directory
 from tasks.tidy import tidy
 
@@ -34,17 +36,45 @@ def age(path: Path, days: float) -> None:
 
 def test_what_a_killed_process_was_writing_goes_and_what_a_live_one_writes_stays(home: Path) -> None:
     with scratch_directory(home) as ours, subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as other:
-        root = ours.parent
-        theirs, left, anothers = root / f"{other.pid}-a", root / f"{GONE}-b", root / f"{os.getpid()}-c"
-        for each in (theirs, left, anothers):
+        root, began = ours.parent, ProcessRecord.of(other.pid).started
+        theirs, left = root / f"{other.pid}-{began}-a", root / f"{GONE}-{began}-b"
+        formers = root / f"{other.pid}-{began - 1}-c"  # of one that had the number before
+        for each in (theirs, left, formers):
             each.mkdir()
-        began = psutil.Process().create_time()
-        os.utime(anothers, (began - DAY_S, began - DAY_S))  # of one that had our number before
-        assert set(remove_left(home)) == {left, anothers}
+            age(each, 100)  # no clock is asked: it may have been set
+        assert set(remove_left(home)) == {left, formers}
         assert set(root.iterdir()) == {ours, theirs}
         other.kill()
     remove_left(home)
     assert list(root.iterdir()) == []
+
+
+def test_of_a_former_release_what_has_the_number_of_a_live_process_stays(home: Path) -> None:
+    live, left = (home / "scratch" / socket.gethostname() / f"{pid}-a" for pid in (os.getpid(), GONE))
+    for each in (live, left):
+        each.mkdir(parents=True)
+        age(each, 100)
+    assert remove_left(home) == [left]
+    assert live.is_dir()
+
+
+def test_what_another_container_or_boot_was_writing_stays_until_nobody_changed_it_for_a_month(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "here", lambda: "this boot/pid:[4026532000]")
+    theirs, left = (home / "scratch" / "this-boot-pid-4026531999" / f"{GONE}-{name}" for name in "ab")
+    for each in (theirs, left):
+        each.mkdir(parents=True)
+    age(left, 31)
+    with scratch_directory(home) as ours:
+        assert ours.parent.name == "this-boot-pid-4026532000"
+        assert list(theirs.parent.iterdir()) == [theirs]
+    for each in (theirs, theirs.parent):
+        age(each, 31)
+    assert remove_left(home) == [theirs]
+    age(theirs.parent, 31)
+    remove_left(home)
+    assert list((home / "scratch").iterdir()) == [ours.parent]
 
 
 def test_tidying_deletes_old_batches_and_shortens_long_logs_and_says_so(

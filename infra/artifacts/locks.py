@@ -51,7 +51,10 @@ RELEASE_S = 10.0
 """How long a process that ends tries to release its lock in a store that is away; later ones find that it is dead."""
 
 OLD = timedelta(days=30)
-"""Age at which the lock of a run that has ended may go."""
+"""Age at which the lock of a run that has completed may go, and what it began with."""
+OLD_UNFINISHED = timedelta(days=365)
+"""The same of a run that failed or was stopped. It can go on as long as its server keeps it, which is 90 days unless
+RLHF_RUNS_KEPT_DAYS or another server's rules say more; then it must be what it was."""
 RUN_LOCK, DEPLOYMENT_LOCK = "run-", "deployment-"
 """What the names of the two sorts of locks begin with; the id follows."""
 _TRIES = 8
@@ -373,7 +376,7 @@ def process_lives(record: Record) -> bool | None:
 
 
 def old_run_locks(backend: Backend) -> list[str]:
-    """Return the keys of the locks of runs that ended at least OLD ago.
+    """Return the keys of the locks of runs that completed at least OLD ago, or ended otherwise OLD_UNFINISHED ago.
 
     Those of deployments stay. A run that somebody starts again after all, just when its lock is deleted, takes the lock
     again at its next beat.
@@ -383,8 +386,10 @@ def old_run_locks(backend: Backend) -> list[str]:
     for name in names:
         with suppress(StoreError):  # one that is damaged is for `verify` to name
             seen = Lock(backend, name).look()
-            if seen is not None and seen.record.ended is not None and clock.now() - seen.record.ended.when > OLD:
-                old.append(lock_key(name))
+            if seen is not None and (ended := seen.record.ended) is not None:
+                kept = OLD if ended.how == "completed" else OLD_UNFINISHED
+                if clock.now() - ended.when > kept:
+                    old.append(lock_key(name))
     return old
 
 

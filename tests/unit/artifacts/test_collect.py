@@ -12,7 +12,7 @@ import pytest
 from infra.artifacts import ArtifactStore, Retention
 from infra.artifacts.backend import Backend
 from infra.artifacts.leases import LEASE_LIFE, Claim, lease
-from infra.artifacts.locks import OLD, new_record
+from infra.artifacts.locks import OLD, OLD_UNFINISHED, How, new_record
 from infra.artifacts.manifest import ENDED
 from infra.artifacts.ref import blob_key
 from infra.errors import StoreError
@@ -172,6 +172,22 @@ def test_lock_and_plan_of_a_run_go_long_after_its_end_and_a_deployments_lock_sta
     store.collect(delete=True)
     assert backend.children("locks/") == ["deployment-c.json", "run-b.json"]
     assert (store.recall("a", "draft"), store.recall("b", "draft").answer) == (None, "b")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["failed", "stopped"])
+def test_what_a_run_began_with_stays_for_a_year_when_it_can_still_go_on(
+    store: ArtifactStore, how: How, let_pass: Callable[[timedelta], None]
+) -> None:
+    held = store.lock("run-a").take(None, new_record("a", "a"), beat_s=None)
+    assert held is not None
+    store.record("a", "draft", "what?", "an answer")
+    held.release(how)
+    let_pass(OLD_UNFINISHED - timedelta(minutes=1))
+    store.collect(delete=True)
+    assert store.recall("a", "draft") is not None
+    let_pass(timedelta(minutes=2))
+    store.collect(delete=True)
+    assert (store.recall("a", "draft"), store.lock("run-a").look()) == (None, None)
 
 
 def test_by_default_two_training_states_of_each_name_are_kept_and_everything_else(store: ArtifactStore) -> None:

@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from dotenv import dotenv_values
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
@@ -31,7 +31,10 @@ _OTHER_KEYS = ("s3_profile", "s3_credentials_block")
 _CHOICES = ("store_url", "s3_endpoint_url")
 _ALIASED = ("prefect_api_url", "prefect_api_auth_string")
 _SECRET = ("PREFECT_CLIENT_CUSTOM_HEADERS", "PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "RLHF_S3_SECRET_KEY")
-_SECRETS_NAME = re.compile(r"(KEY|SECRET|TOKEN|PASSWORD|PASSWD|AUTH|AUTH_STRING|CREDENTIALS)$", re.IGNORECASE)
+_SECRETS_NAME = re.compile(
+    r"(?!(OLD)?PWD$).*(KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASS|PWD|AUTH|AUTH_STRING|CREDENTIALS)$", re.IGNORECASE
+)
+_PASSWORD_OF_URL = re.compile(r"://[^/:@\s]*:([^/@\s]+)@")
 _SHORTEST_SECRET = 8
 """Characters: a shorter one would be found in words that are none."""
 _AWS_NAMES = {
@@ -400,13 +403,21 @@ def _server(url: str) -> tuple[str, str | None, int | None]:
 
 
 def secrets() -> set[str]:
-    """Return what no log may show: secret settings, and the values of variables that are secret by their names."""
+    """Return what no log may show.
+
+    That is secret settings, the values of variables that are secret by their names, their single lines, and the
+    passwords in addresses.
+    """
     known = settings()
-    found = {value for name, value in os.environ.items() if _SECRETS_NAME.search(name)}
+    found = {value for name, value in os.environ.items() if _SECRETS_NAME.match(name)}
     values = [getattr(known, name) for name in Settings.model_fields]
     values += known.prefect_client_custom_headers.values()
     found |= {each.get_secret_value() for each in values if isinstance(each, SecretStr)}
     found |= {each.rpartition(":")[2] for each in found}  # of user:password
+    found |= {line for each in found for line in each.splitlines()}  # a log is read line by line
+    texts = [*os.environ.values(), *(each for each in values if isinstance(each, str))]
+    coded = {password for text in texts for password in _PASSWORD_OF_URL.findall(text)}
+    found |= coded | {unquote(each) for each in coded}
     return {each for each in found if len(each) >= _SHORTEST_SECRET}
 
 

@@ -55,9 +55,26 @@ def test_what_no_log_may_show_are_secret_settings_and_variables_that_are_secret_
     monkeypatch.setenv("HUB_TOKEN", "of some hub")
     monkeypatch.setenv("SHORT_TOKEN", "none")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "not secret")
+    monkeypatch.setenv("DB_PASS", "of a database")
+    monkeypatch.setenv("FTP_PWD", "of a file server")
+    monkeypatch.setenv("PWD", "/where/we/are")
+    monkeypatch.setenv("OLDPWD", "/where/we/were")
     found = secrets()
     assert found >= {"local secret", "password of the server", "asked for at the gate", "of some hub"}
-    assert not found & {"none", "not secret", "http://127.0.0.1:8333", "s3://rlhf"}
+    assert found >= {"of a database", "of a file server"}
+    assert not found & {"none", "not secret", "http://127.0.0.1:8333", "s3://rlhf", "/where/we/are", "/where/we/were"}
+
+
+def test_no_log_may_show_a_line_of_a_key_nor_the_password_in_an_address(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert home.is_dir()
+    monkeypatch.setenv("TLS_KEY", "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADAN\nBgkqhkiG9w0B\n")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:of%20the%20proxy@proxy:3128")
+    (tmp_path / ".env").write_text("RLHF_DATABASE_URL=postgresql+asyncpg://rlhf:in:the:database@db/prefect\n")
+    found = secrets()
+    assert found >= {"MIIEvQIBADAN", "BgkqhkiG9w0B", "of%20the%20proxy", "of the proxy", "in:the:database"}
+    assert not found & {"proxy:3128", "db/prefect"}
 
 
 @pytest.mark.usefixtures("home")

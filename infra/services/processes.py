@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -45,7 +46,8 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, 
 def begin_log_anew(log: Path, *, limit_bytes: int) -> bool:
     """Let a log that has grown to a limit begin anew, and keep its end as `.1`; return whether that was done.
 
-    Its writers go on with the same file, to which they append. What they write between the two steps is lost.
+    Its writers go on with the same file, to which they append. What they write between the two steps is lost. Of two
+    callers at once, one does it.
 
     Raises:
         OSError: if there is no such file, or no room for the end.
@@ -54,12 +56,16 @@ def begin_log_anew(log: Path, *, limit_bytes: int) -> bool:
         return False
     former = log.with_name(f"{log.name}.1")
     partial = former.with_name(f".{former.name}")
-    with log.open("rb") as whole, partial.open("wb") as end:
-        whole.seek(-limit_bytes, os.SEEK_END)
-        whole.readline()  # most of it is cut off
-        shutil.copyfileobj(whole, end)
-    partial.replace(former)
-    os.truncate(log, 0)
+    with log.open("r+b") as whole:
+        fcntl.flock(whole, fcntl.LOCK_EX)  # until it is closed; writers ask for no lock
+        if os.fstat(whole.fileno()).st_size < limit_bytes:
+            return False
+        with partial.open("wb") as end:
+            whole.seek(-limit_bytes, os.SEEK_END)
+            whole.readline()  # most of it is cut off
+            shutil.copyfileobj(whole, end)
+        partial.replace(former)
+        whole.truncate(0)  # by its descriptor: a service that starts meanwhile has given the name to a new file
     return True
 
 

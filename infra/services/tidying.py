@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -47,7 +48,7 @@ def look(known: Settings) -> None:
     """Let long logs begin anew, and delete what nobody needs if that was not done for a day.
 
     Raises:
-        OSError: if a log or the program cannot be used.
+        OSError: if the home directory or the program cannot be used.
     """
     shorten_logs(known)
     stamp = known.home / STAMP
@@ -55,20 +56,30 @@ def look(known: Settings) -> None:
         stamp.touch()
     if abs(time.time() - stamp.stat().st_mtime) >= EVERY_S:  # also where the clock was set back
         stamp.touch()
-        _tidy(known.logs_dir / "tidy.log")
+        _tidy(known)
 
 
 def shorten_logs(known: Settings) -> list[Path]:
     """Let the logs of services that have grown too long begin anew, and return which those were.
 
-    Raises:
-        OSError: if there is no room for the end of one.
+    Where there is no room for the end of one, that is logged: what else is deleted makes room.
     """
     limit = int(known.log_limit_mb * 1e6)
-    return [log for log in sorted(known.logs_dir.glob("*.log")) if begin_log_anew(log, limit_bytes=limit)]
+    shortened = []
+    for log in sorted(known.logs_dir.glob("*.log")):
+        try:
+            if begin_log_anew(log, limit_bytes=limit):
+                shortened.append(log)
+        except FileNotFoundError:  # its service starts just now, and has it begin anew
+            pass
+        except OSError as error:
+            logger.warning("%s is long, but cannot begin anew: %s", log, error)
+    return shortened
 
 
-def _tidy(log: Path) -> None:
+def _tidy(known: Settings) -> None:
+    """Have `rlhf tidy` done, and go on with long logs meanwhile."""
+    log = known.logs_dir / "tidy.log"
     with log.open("ab") as output:
         child = subprocess.Popen(
             [Path(sys.executable).with_name("rlhf"), "tidy"],
@@ -77,10 +88,20 @@ def _tidy(log: Path) -> None:
             stderr=subprocess.STDOUT,
         )
     psutil.Process(child.pid).nice(_NICE)
-    try:
-        if status := child.wait(LIMIT_S):
-            logger.warning("`rlhf tidy` ended with status %d: see %s", status, log)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-        logger.warning("`rlhf tidy` did not end within %.0f s and was killed; it goes on in a day", LIMIT_S)
+    deadline = time.monotonic() + LIMIT_S
+    while (status := _wait(child, min(LOOK_S, deadline - time.monotonic()))) is None:
+        if time.monotonic() >= deadline:
+            child.kill()
+            child.wait()
+            logger.warning("`rlhf tidy` did not end within %.0f s and was killed; it goes on in a day", LIMIT_S)
+            return
+        shorten_logs(known)
+    if status:
+        logger.warning("`rlhf tidy` ended with status %d: see %s", status, log)
+
+
+def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """Return a child's exit status, or None if it still runs after this time."""
+    with suppress(subprocess.TimeoutExpired):
+        return child.wait(timeout_s)
+    return None

@@ -166,16 +166,16 @@ class _Follower:
         try:
             while not self._is_over.wait(LOOK_S):
                 self._look()
-            self._look()
+            self._look(last=True)
             self._write(self._lines.rest(time.time()))
         except Exception as error:  # it is only shown
             warn(WHAT, error)
         finally:
             self._output.close()
 
-    def _look(self) -> None:
+    def _look(self, *, last: bool = False) -> None:
         now = time.time()
-        self._write(self._lines.lines(self._output.read(), now))
+        self._write(self._lines.lines(self._output.read(last=last), now))
 
     def _write(self, lines: Sequence[Line]) -> None:
         adapter = self._logger

@@ -36,8 +36,12 @@ class Written(NamedTuple):
 class Output(Protocol):
     """What a cluster's processes write."""
 
-    def read(self) -> list[Written]:
-        """Return what is new since the last look."""
+    def read(self, *, last: bool = False) -> list[Written]:
+        """Return what is new since the last look.
+
+        Args:
+            last: also a line without its end: there is no further look.
+        """
 
     def close(self) -> None:
         """Read no more."""
@@ -57,16 +61,16 @@ class _Files:
         self._done: dict[str, int] = {}
         """Bytes of each that are read."""
 
-    def read(self) -> list[Written]:
-        """Return what is new in each file, up to its last whole line."""
+    def read(self, *, last: bool = False) -> list[Written]:
+        """Return what is new in each file, up to its last whole line; at the last look, all."""
         folder = self._at_work if self._at_work.is_dir() else self._kept  # they are moved when the cluster has ended
-        found = [self._new_in(path) for path in sorted(folder.glob("worker-*"))]
+        found = [self._new_in(path, last) for path in sorted(folder.glob("worker-*"))]
         return [each for each in found if each.lines or each.bytes_left_out]
 
     def close(self) -> None:
         """Do nothing: no file is kept open."""
 
-    def _new_in(self, path: Path) -> Written:
+    def _new_in(self, path: Path, last: bool) -> Written:
         done, process = self._done.get(path.name, 0), path.stem.rpartition("-")[2]
         written = Written(process, path.suffix == ".err", [])
         try:
@@ -81,7 +85,9 @@ class _Files:
         if left_out:
             data = data[(skipped := data.find(b"\n") + 1) :]
             left_out += skipped
-        whole = data.rfind(b"\n") + 1 or len(data) // MOST_BYTES * MOST_BYTES  # a line without end is no line
+        whole = data.rfind(b"\n") + 1 or len(data) // MOST_BYTES * MOST_BYTES  # a line without end is no line yet
+        if last:
+            whole = len(data)
         self._done[path.name] = done + left_out + whole
         lines = data[:whole].decode(errors="replace").split("\n")
         said = [each for each in lines if each and not each.startswith(_FACTS)]
@@ -101,8 +107,9 @@ class _Published:
         self._told = global_worker_stdstream_dispatcher
         self._told.add_handler(self._NAME, self._take)
 
-    def read(self) -> list[Written]:
+    def read(self, *, last: bool = False) -> list[Written]:
         """Return what was published since the last look."""
+        del last  # the log monitors publish what they take for lines
         with self._lock:
             found, self._new = self._new, {}
         return list(found.values())

@@ -39,6 +39,15 @@ def test_each_line_is_read_once_and_when_it_is_whole(record: ClusterRecord, logs
     assert output.read() == [Written("77", True, ["three"])]
 
 
+def test_at_the_last_look_a_line_without_end_is_read_too(record: ClusterRecord, logs: Path) -> None:
+    (logs / "worker-ab12-01000000-77.err").write_text("one\nFatal: no room")
+    (logs / "worker-ab12-01000000-78.err").write_text("killed")
+    output = output_of(record)
+    assert output.read() == [Written("77", True, ["one"])]
+    assert output.read(last=True) == [Written("77", True, ["Fatal: no room"]), Written("78", True, ["killed"])]
+    assert output.read(last=True) == []
+
+
 def test_of_too_much_the_last_lines_are_read_and_it_is_known_how_much_was_left_out(
     record: ClusterRecord, logs: Path
 ) -> None:

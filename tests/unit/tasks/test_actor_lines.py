@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
 
 from infra.clusters.actor_log import LINES
 from infra.clusters.output import Written
-from tasks.actor_lines import ACTOR_LINES, RUN_LINES, ActorLines, Line
+from infra.clusters.record import ClusterRecord
+from infra.process_record import ProcessRecord
+from tasks import actor_lines
+from tasks.actor_lines import ACTOR_LINES, RUN_LINES, ActorLines, Line, follow_actors, leave_actors
 
 NOW = 1_795_000_000.0
 
@@ -96,3 +104,19 @@ def test_all_actors_together_have_a_bound_in_a_run() -> None:
     assert len(shown) == RUN_LINES + 1
     assert "the actors: no more lines are shown here, for there were many; see /logs" in shown
     assert _texts(merged.rest(NOW)) == [f"the actors: … {actors * (ACTOR_LINES - 1) - RUN_LINES} lines were left out"]
+
+
+def test_what_an_actor_wrote_last_is_shown_however_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(actor_lines, "flow_logger", lambda: logging.getLogger("a run"))
+    owner = ProcessRecord.of(os.getpid())
+    record = ClusterRecord(name="night", mark="m", owner=owner, temp_dir=tmp_path / "t", log_dir=tmp_path / "kept")
+    written = record.ray_dir / "session_latest" / "logs" / "worker-ab12-01000000-77.err"
+    written.parent.mkdir(parents=True)
+    caplog.set_level("INFO")
+    follow_actors(record)
+    written.write_text("one\nkilled in the middle of a li")
+    leave_actors("night")
+    messages = [record.getMessage() for record in caplog.records if record.name == "a run"]
+    assert messages == ["process 77: one", "process 77: killed in the middle of a li"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from infra.process_record import ProcessRecord
 from infra.settings import settings
 from tasks import scratch
 from tasks.scratch import remove_left, scratch_directory
-from tasks.tidy import tidy
+from tasks.tidy import remove_old_batches, tidy
 
 DAY_S = 24 * 3600.0
 GONE = 2**22 + 1
@@ -101,3 +102,31 @@ def test_tidying_deletes_old_batches_and_shortens_long_logs_and_says_so(
     assert any("server.log was long" in line for line in said)
     assert "deleted 1 batch older than 3 days in failed-batches" in said
     assert said[-1].startswith("the store gave back 0.0 MB: 0 versions and 0 blobs")
+
+
+def test_of_old_batches_those_that_are_gone_are_told_plain_files_too_and_those_that_vanish_meanwhile_do_no_harm(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = home / "failed-batches"
+    folder, file, busy = batches / "folder", batches / "file", batches / "busy"
+    for each in (folder, busy):
+        each.mkdir(parents=True)
+    file.touch()
+    for each in (folder, file, busy):
+        age(each, 40)
+    (batches / "gone").symlink_to("nowhere")  # as one that is listed and then deleted by another
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: path == busy or rmtree(path, **how))
+    assert set(remove_old_batches(settings())) == {folder, file}
+    assert {each.name for each in batches.iterdir()} == {"busy", "gone"}
+
+
+def test_whatever_is_wrong_with_the_stacks_own_store_is_told_and_the_rest_is_done(home: Path) -> None:
+    home.mkdir()
+    (home / "stack.json").write_text("no state")
+    (home / "failed-batches" / "old").mkdir(parents=True)
+    age(home / "failed-batches" / "old", 40)
+    said: list[str] = []
+    tidy(settings().model_copy(update={"retention": "policy=5"}), said.append)
+    assert [line.partition(" ")[0] for line in said] == ["deleted", "SeaweedFS's", "the"]
+    assert "stack.json is damaged" in said[1]

@@ -62,9 +62,10 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
                     around.enter_context(failures.attended_or_not(run))
                     around.enter_context(_telling_of_its_wait())
                 around.enter_context(_signals_as_themselves())
-                if not inner:
-                    around.enter_context(in_time("the flow", settings().flow_timeout_s, "RLHF_FLOW_TIMEOUT_S"))
-                return function(*args, **kwargs)
+                if inner:
+                    return function(*args, **kwargs)
+                limit_s = settings().flow_timeout_s
+                return in_time("the flow", limit_s, "RLHF_FLOW_TIMEOUT_S", lambda: function(*args, **kwargs))
         except FailedRun as error:
             return _failed(str(error), _named(error))  # type: ignore[return-value]
         except CrashedRun as error:
@@ -258,8 +259,8 @@ def _final_ones_in_a_sentence(function: Callable[P, R], what: str) -> Callable[P
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             limit_s = settings().stage_timeout_s
-            with _signals_as_themselves(), in_time(what, limit_s, "RLHF_STAGE_TIMEOUT_S"):
-                return function(*args, **kwargs)
+            with _signals_as_themselves():
+                return in_time(what, limit_s, "RLHF_STAGE_TIMEOUT_S", lambda: function(*args, **kwargs))
         except (RlhfError, InfraError) as error:
             if failures.passes(error):
                 raise

@@ -173,13 +173,17 @@ def _place(frame: FrameType | None) -> str:
 
 
 def _end_process(deadline: _Deadline) -> NoReturn:
-    """Report the runs of this process as Failed, and end it."""
+    """Report the runs of this process as Failed, unless it has lost them to another, and end it."""
     told = str(deadline.error())
     status = 1  # a worker reports this as a crash
     try:
         os.write(_STDERR, f"{told}\n".encode())  # no logger: the thread that hangs may have its lock
         faulthandler.dump_traceback(_STDERR)
-        if api_url := settings().prefect_api_url:
+        if deadline.held is not None:
+            deadline.held.release("failed", told)  # first, as elsewhere; and it finds out who has the run now
+        if deadline.held is not None and deadline.held.is_lost:
+            status = 0  # nothing is reported: another goes on with the run
+        elif api_url := settings().prefect_api_url:
             state = {"type": "FAILED", "name": LateError.ends_as, "message": told}
             for run in dict.fromkeys(each.run for each in (*_open[::-1], deadline) if each.run):
                 prefect_api.call(api_url, "POST", f"/flow_runs/{run}/set_state", {"state": state, "force": True})

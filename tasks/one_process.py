@@ -42,7 +42,9 @@ from infra.artifacts.locks import (
 from infra.errors import LockLostError, StoreError
 from infra.services.automations import LOST_AFTER_S, RESTARTING, SKIPPED
 from infra.services.prefect_yaml import ONE_AT_A_TIME
+from infra.settings import settings
 from tasks.context import is_inner, open_context
+from tasks.deadlines import in_time
 from tasks.nights import missed
 from tasks.progress import say
 from tasks.taken_over import HELD, leave
@@ -92,7 +94,7 @@ def _outermost_run() -> FlowRun | None:
 
 
 def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[], R]) -> R:
-    """Call a flow's function with the lock, and release it however that ends."""
+    """Call a flow's function with the lock, and release it however that ends; its time counts from when it may work."""
     token = HELD.set(held)
     how: How = "stopped"
     said: str | None = None
@@ -102,7 +104,7 @@ def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[],
         if reason is not None:
             how, said = "failed", reason
             return Cancelled(name=SKIPPED, message=reason)  # type: ignore[return-value]
-        result = function()
+        result = in_time("the flow", settings().flow_timeout_s, "RLHF_FLOW_TIMEOUT_S", function)
     except Exception:
         how = "failed"
         _leave_if_lost(held)  # then it may have failed for that, and another goes on

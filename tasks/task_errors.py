@@ -62,10 +62,7 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
                     around.enter_context(failures.attended_or_not(run))
                     around.enter_context(_telling_of_its_wait())
                 around.enter_context(_signals_as_themselves())
-                if inner:
-                    return function(*args, **kwargs)
-                limit_s = settings().flow_timeout_s
-                return in_time("the flow", limit_s, "RLHF_FLOW_TIMEOUT_S", lambda: function(*args, **kwargs))
+                return function(*args, **kwargs)
         except FailedRun as error:
             return _failed(str(error), _named(error))  # type: ignore[return-value]
         except CrashedRun as error:

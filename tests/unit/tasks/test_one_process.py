@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +23,8 @@ from infra.artifacts.locks import SILENT_S, Held, new_record
 from infra.errors import StoreAwayError, StoreError
 from infra.services.automations import RESTARTING, RESUMES
 from infra.services.prefect_yaml import ONE_AT_A_TIME
+from tasks import deadlines, taken_over, task_errors
 from tasks import one_process as module
-from tasks import taken_over, task_errors
 from tasks.one_process import CRASH_S, SILENCE_S, SKIPPED, WAIT_S, one_process
 from tasks.taken_over import leave_if_taken_over
 from tasks.task_errors import in_one_sentence
@@ -164,6 +166,80 @@ def test_a_run_that_is_done_is_not_done_again_and_one_that_failed_is(play: Stage
 
 def interrupted() -> None:
     raise KeyboardInterrupt
+
+
+def late(meanwhile: Callable[[], object] = lambda: None) -> Any:
+    """Be a flow that hangs, whose clearing up meets an error."""
+    try:
+        threading.Event().wait(300)
+    finally:
+        meanwhile()
+        raise OSError("what it waited for is gone")
+
+
+@pytest.fixture
+def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_FLOW_TIMEOUT_S", "0.05")
+
+
+@pytest.mark.usefixtures("in_no_time")
+def test_a_flow_that_is_late_has_failed_with_the_sentence_whatever_its_clearing_up_meets(play: Stage) -> None:
+    play.begin(RUN)
+    state = in_one_sentence(one_process(late))()
+    assert state.type is StateType.FAILED
+    assert state.message.endswith("if it needs more time, raise RLHF_FLOW_TIMEOUT_S")
+    assert play.ending() == "failed"
+
+
+@pytest.mark.usefixtures("in_no_time")
+def test_a_late_flow_whose_run_was_taken_over_leaves_without_a_word(play: Stage) -> None:
+    play.begin(RUN)
+    with pytest.raises(Abort, match="was silent for so long"):
+        in_one_sentence(one_process(late))(play.other_holds)
+    assert play.ending() is None, "the lock is another's"
+
+
+def test_the_time_of_a_flow_begins_when_it_may_work(play: Stage) -> None:
+    counted: list[list[str]] = []
+
+    def look() -> None:
+        counted.append([each.what for each in deadlines._open])
+
+    first = play.other_holds()
+    play.begin(RUN)
+    play.while_it_waits = {1: look, 2: lambda: first.release("stopped")}
+    in_one_sentence(one_process(look))()
+    assert counted == [[], ["the flow"]]
+
+
+class Ended(BaseException):
+    """Stand for the end of the process."""
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_process_that_does_not_hear_its_deadline_reports_only_a_run_that_it_still_has(
+    play: Stage, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    told: list[tuple[str, str | None]] = []
+
+    def end(status: int) -> None:
+        assert status == 0
+        raise Ended
+
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    monkeypatch.setattr(deadlines.prefect_api, "call", lambda _, __, path, ___: told.append((path, play.ending())))
+    monkeypatch.setattr(deadlines, "own_flow_run", lambda: RUN)
+    monkeypatch.setattr(os, "_exit", end)
+    play.begin(RUN)
+
+    def hang() -> None:
+        if lost:
+            play.other_holds()
+        deadlines._end_process(deadlines._Deadline("the flow", 1, "RLHF_NONE"))
+
+    with pytest.raises(Ended):
+        one_process(hang)()
+    assert told == ([] if lost else [(f"/flow_runs/{RUN}/set_state", "failed")])
 
 
 @pytest.mark.parametrize("how", ["completed", "failed"])

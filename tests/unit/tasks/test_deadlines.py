@@ -22,13 +22,6 @@ def hang(seconds: float = LONG_S) -> None:
     threading.Event().wait(seconds)
 
 
-def at_work(seconds: float = LONG_S) -> None:
-    """Come back to Python again and again, as another thread must that is to hear anything."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
-
-
 def watchers(what: str = "the test") -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == f"deadline of {what}"]
 
@@ -94,8 +87,12 @@ def test_nothing_on_the_way_takes_it_for_an_error_of_its_own_and_an_interrupt_st
 
 
 def test_another_thread_hears_it_when_it_comes_back_to_python() -> None:
+    def work() -> None:
+        while True:
+            time.sleep(0.01)
+
     with pytest.raises(LateError):
-        in_a_thread(lambda: in_time("the thread", 0.05, "RLHF_NONE", at_work))
+        in_a_thread(lambda: in_time("the thread", 0.05, "RLHF_NONE", work))
 
 
 def test_the_main_thread_hears_it_also_where_another_has_a_deadline() -> None:
@@ -119,7 +116,7 @@ def test_the_main_thread_hears_it_also_where_another_has_a_deadline() -> None:
 def end_at_their_limits() -> None:
     """Have calls end about when they are due, one within another: each ends as it would, or as late."""
     for number in range(BLOCKS):
-        work = partial(at_work, 0.001 + number % 10 * 2e-5)
+        work = partial(time.sleep, 0.0007 + number % 10 * 5e-5)
         inner = partial(in_time, "the stage", 0.001, "RLHF_NONE", work)
         with suppress(LateError):
             in_time("the flow", 0.001 + number % 7 * 5e-5, "RLHF_NONE", inner)

@@ -169,12 +169,15 @@ def interrupted() -> None:
 
 
 def late(meanwhile: Callable[[], object] = lambda: None) -> Any:
-    """Be a flow that hangs, whose clearing up meets an error."""
+    """Be a flow that hangs."""
     try:
         threading.Event().wait(300)
     finally:
         meanwhile()
-        raise OSError("what it waited for is gone")
+
+
+def gone() -> None:
+    raise OSError("what it waited for is gone")
 
 
 @pytest.fixture
@@ -183,9 +186,12 @@ def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_no_time")
-def test_a_flow_that_is_late_has_failed_with_the_sentence_whatever_its_clearing_up_meets(play: Stage) -> None:
+@pytest.mark.parametrize("clear_up", [lambda: None, gone])
+def test_a_flow_that_is_late_has_failed_with_the_sentence_whatever_its_clearing_up_meets(
+    play: Stage, clear_up: Callable[[], None]
+) -> None:
     play.begin(RUN)
-    state = in_one_sentence(one_process(late))()
+    state = in_one_sentence(one_process(late))(clear_up)
     assert state.type is StateType.FAILED
     assert state.message.endswith("if it needs more time, raise RLHF_FLOW_TIMEOUT_S")
     assert play.ending() == "failed"

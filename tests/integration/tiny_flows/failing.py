@@ -19,6 +19,8 @@ from tasks.task_errors import in_one_sentence, stage_task
 
 SHOWN_S = 2.0
 """How long the run waits for its page."""
+FLOW_S = 3600.0
+"""How long the flow may take."""
 
 
 @flow(persist_result=False)
@@ -30,9 +32,13 @@ def failing(directory: str, meets: str) -> None:
         directory: where the attempts are told of.
         meets: which error: `store` opens the store, whether it is there or not.
     """
-    stage(directory, meets)
-    show()
-    show()
+
+    def stages() -> None:
+        stage(directory, meets)
+        show()
+        show()
+
+    deadlines.in_time("the flow", FLOW_S, "nothing", stages)  # as one_process does, which would need the store first
 
 
 @flow(persist_result=False)

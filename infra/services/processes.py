@@ -60,6 +60,7 @@ def begin_log_anew(log: Path, *, limit_bytes: int) -> bool:
         fcntl.flock(whole, fcntl.LOCK_EX)  # until it is closed; writers ask for no lock
         if os.fstat(whole.fileno()).st_size < limit_bytes:
             return False
+        partial.touch(mode=0o600)
         with partial.open("wb") as end:
             whole.seek(-limit_bytes, os.SEEK_END)
             whole.readline()  # most of it is cut off

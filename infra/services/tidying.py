@@ -53,9 +53,9 @@ def look(known: Settings) -> None:
     shorten_logs(known)
     stamp = known.home / STAMP
     if not stamp.exists():  # a stack that has just been made has nothing old
-        stamp.touch()
+        stamp.touch(mode=0o600)
     if abs(time.time() - stamp.stat().st_mtime) >= EVERY_S:  # also where the clock was set back
-        stamp.touch()
+        stamp.touch(mode=0o600)
         _tidy(known)
 
 
@@ -80,6 +80,7 @@ def shorten_logs(known: Settings) -> list[Path]:
 def _tidy(known: Settings) -> None:
     """Have `rlhf tidy` done, and go on with long logs meanwhile."""
     log = known.logs_dir / "tidy.log"
+    log.touch(mode=0o600)
     with log.open("ab") as output:
         child = subprocess.Popen(
             [Path(sys.executable).with_name("rlhf"), "tidy"],

@@ -12,6 +12,7 @@ import pytest
 from infra.errors import ServiceError
 from infra.process_record import is_live
 from infra.services import postgres, prefect_api
+from infra.services.runs import engines
 from tests.integration.local_stack import LocalStack, read_json, running, wait_for
 from tests.integration.test_stack import MANY_WRITERS
 from tests.integration.waiting_run import WaitingRun
@@ -95,6 +96,7 @@ def test_another_database_is_told_and_the_former_one_keeps_its_runs(stack: Local
     assert "1 flow run is at work, of which another database would not know" in refused.stderr
     run.let_go()
     run.await_state("COMPLETED", timeout_s=120)
+    wait_for(lambda: not engines(stack.state.id), "the end of the run's process", timeout_s=60)
     known, former = runs_there(stack), database(stack)
     changed = stack.type("rlhf", "up", RLHF_DATABASE="sqlite")
     assert changed.returncode == 0, changed.stdout + changed.stderr

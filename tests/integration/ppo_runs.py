@@ -29,7 +29,7 @@ from tasks.data import prepare_data
 from tasks.export import export
 from tasks.ppo import finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
 from tasks.ppo_group import TRAINER, lease
-from tasks.results import PPORun
+from tasks.results import Parent, PPORun
 
 TINY_RUN: dict[str, Any] = {
     "data.splits": {"sft": 8, "preferences": 8, "ppo": 16, "evaluation": 8},
@@ -67,8 +67,10 @@ def store_random_reward_model(store: ArtifactStore, model: Path) -> str:
 class Run:
     """One PPO run."""
 
-    def __init__(self, config: PipelineConfig, directory: Path) -> None:
+    def __init__(self, config: PipelineConfig, directory: Path, rows: Path | None = None) -> None:
         self.config, self.directory = config, directory
+        self.rows = rows
+        """Files of a dataset; None: the configuration's data are prepared."""
         self.store: ArtifactStore
         self.plan: PPORun
         self.begin()
@@ -78,9 +80,13 @@ class Run:
         rmtree(self.directory / "store", ignore_errors=True)
         (self.directory / "store").mkdir()
         self.store = open_default_store()
-        dataset = prepare_data.fn(self.config, None, reads=("ppo",))
+        if self.rows is None:
+            dataset = prepare_data.fn(self.config, None, reads=("ppo",)).parent
+        else:
+            stored = self.store.commit("dataset", "stored", self.rows)
+            dataset = Parent(uri=stored.uri, digest=stored.digest)
         scorer = store_random_reward_model(self.store, Path(self.config.model.path))
-        self.plan = plan_ppo.fn(self.config, "model/base", scorer, dataset.parent)
+        self.plan = plan_ppo.fn(self.config, "model/base", scorer, dataset)
 
     def finish(self) -> None:
         for episode in range(next_episode(self.plan), self.config.ppo.episodes):
@@ -119,13 +125,13 @@ class Run:
 
 
 @contextmanager
-def on_a_cluster(config: PipelineConfig, directory: Path) -> Iterator[Run]:
+def on_a_cluster(config: PipelineConfig, directory: Path, rows: Path | None = None) -> Iterator[Run]:
     """The run, and its cluster; at the end nothing of the cluster is left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLHF_HOME", str(directory / "home"))
         patch.setenv("RLHF_STORE_URL", f"file://{directory}/store")
         assert settings().home == directory / "home"
-        made = Run(config, directory)
+        made = Run(config, directory, rows)
         record: ClusterRecord | None = None
         try:
             record = lease(made.plan, open_context())

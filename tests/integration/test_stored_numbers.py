@@ -2,7 +2,8 @@
 
 `stored_numbers/state/` and `own.safetensors` are from an earlier release (commit db0db1c), in which each process had
 float32 weights of its own: a run's state after the first of two episodes, and what it had learnt after the second.
-`shared.safetensors` is what the same run learns over a shared base.
+`shared.safetensors` is what the same run learns over a shared base. `rows/` is its dataset: which rows a release draws
+is another matter.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def run(forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ite
     directory = tmp_path_factory.mktemp("run")
     model = write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", initializer_range=0.2)
     config = resolve("llama7b", model=str(model), episodes=2, overrides=OVERRIDES)
-    with patch.dict(os.environ, forked), on_a_cluster(config, directory) as made:
+    with patch.dict(os.environ, forked), on_a_cluster(config, directory, STORED / "rows") as made:
         yield made
 
 

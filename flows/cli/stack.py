@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from infra.settings import Settings
+
 _PROGRAM = str(Path(sys.executable).with_name("rlhf"))
 _MIB = 2**20
 _STYLES = {"running": "green", "well": "green", "warning": "yellow", "none": "dim", "stopped": "dim"}
@@ -131,9 +133,21 @@ def status(*, as_json: Json = False) -> int:
             how = services.how_to_open_the_ui(known, server.address)
             console.print(how, soft_wrap=True)
             if server.state == "running":
-                for name, told in services.set_in_prefect(known).items():
-                    console.print(f"{name}, as set in Prefect: {'; '.join(told)}", soft_wrap=True)
+                _tell_what_was_set(known, console)
     return 0 if all(line.state in {"running", "none"} for line in lines) else 1
+
+
+def _tell_what_was_set(known: Settings, console: Console) -> None:
+    from infra import services
+    from infra.errors import ServiceError
+
+    try:
+        found = services.set_in_prefect(known)
+    except ServiceError as error:  # such as a prefect.yaml that somebody is just editing
+        console.print(f"what was set in Prefect is not known: {error}", soft_wrap=True)
+        return
+    for name, told in found.items():
+        console.print(f"{name}, as set in Prefect: {'; '.join(told)}", soft_wrap=True)
 
 
 def doctor(*, as_json: Json = False) -> int:

@@ -62,9 +62,9 @@ def check_data_are_named(tags: Collection[str], config: PipelineConfig, data: st
 
 
 def missed(run: FlowRun) -> str | None:
-    """Return why a scheduled run that has just begun is not worth it any more; None if it is.
+    """Return why a scheduled run that begins for the first time is not worth it any more; None if it is.
 
-    A run that a person started, and one that has begun before, are never skipped.
+    A run that a person started is never skipped.
 
     Args:
         run: the outermost.
@@ -72,7 +72,7 @@ def missed(run: FlowRun) -> str | None:
     Raises:
         httpx.HTTPError: the server does not say what else is due.
     """
-    if not run.auto_scheduled or run.run_count > 1 or run.expected_start_time is None:
+    if not run.auto_scheduled or run.expected_start_time is None:
         return None
     due, now, limit = run.expected_start_time, datetime.now(UTC), hours_to_start(run.tags)
     if limit is None:

@@ -78,10 +78,11 @@ def one_process(function: Callable[P, R]) -> Callable[P, R]:
         if run is None:
             return function(*args, **kwargs)
         store = open_context().store
-        begun = _Start(store.lock(f"{RUN_LOCK}{run.id}"), run).begin()
+        start = _Start(store.lock(f"{RUN_LOCK}{run.id}"), run)
+        begun = start.begin()
         if isinstance(begun, State):
             return begun  # type: ignore[return-value]
-        return _work(begun, store, run, lambda: function(*args, **kwargs))
+        return _work(begun, store, run, lambda: function(*args, **kwargs), is_first=start.is_first)
 
     return alone
 
@@ -93,14 +94,16 @@ def _outermost_run() -> FlowRun | None:
     return None if run is None or is_inner(run) or HELD.get() is not None else run
 
 
-def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[], R]) -> R:
+def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[], R], *, is_first: bool) -> R:
     """Call a flow's function with the lock, and release it however that ends; its time counts from when it may work."""
     token = HELD.set(held)
     how: How = "stopped"
     said: str | None = None
     try:
         deployment = _deployment_lock(store, run)
-        reason = missed(run) or (None if deployment is None else _Turn(store, deployment, run).refused())
+        reason = missed(run) if is_first else None
+        if reason is None and deployment is not None:
+            reason = _Turn(store, deployment, run).refused()
         if reason is not None:
             how, said = "failed", reason
             return Cancelled(name=SKIPPED, message=reason)  # type: ignore[return-value]
@@ -145,6 +148,8 @@ class _Start:
         self._begun = clock.boottime()
         self._waited_for: str | None = None
         """Incarnation of the process that this start has found at work."""
+        self.is_first = False
+        """Whether no process has had the lock before; Prefect does not count the start of a resumed run."""
 
     def begin(self) -> Held | State[Any]:
         """Return the lock once it is ours, or the state of a run that is done already.
@@ -160,6 +165,7 @@ class _Start:
             if life in {Life.ENDED, Life.DEAD}:
                 held = self._lock.take(seen, self._record(seen))
                 if held is not None:
+                    self.is_first = seen is None
                     self._say_how_it_begins(seen)
                     return held
             elif seen is not None:

@@ -28,7 +28,7 @@ def test_a_run_that_needs_the_users_data_refuses_a_presets_own_problems() -> Non
 
 def run_due(hours_ago: float, *, tags: tuple[str, ...] = (WITHIN,), **changes: Any) -> FlowRun:
     due = datetime.now(UTC) - timedelta(hours=hours_ago)
-    given = {"auto_scheduled": True, "run_count": 1, "expected_start_time": due, **changes}
+    given = {"auto_scheduled": True, "expected_start_time": due, **changes}
     return FlowRun(flow_id="00000000-0000-0000-0000-000000000001", tags=list(tags), **given)
 
 
@@ -39,7 +39,6 @@ def run_due(hours_ago: float, *, tags: tuple[str, ...] = (WITHIN,), **changes: A
         (run_due(5), False),
         (run_due(7, tags=("nightly",)), False),
         (run_due(7, auto_scheduled=False), False),  # a person started it
-        (run_due(7, run_count=2), False),  # it began in time, and goes on after a crash
     ],
 )
 def test_a_night_that_no_worker_took_in_time_is_skipped(

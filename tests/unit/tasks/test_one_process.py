@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort
+from prefect.exceptions import Abort, Pause
 from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pending, Running, Scheduled
 
 from infra.artifacts import ArtifactStore, open_store
@@ -166,6 +166,10 @@ def test_a_run_that_is_done_is_not_done_again_and_one_that_failed_is(play: Stage
 
 def interrupted() -> None:
     raise KeyboardInterrupt
+
+
+def suspended() -> None:
+    raise Pause
 
 
 def late(meanwhile: Callable[[], object] = lambda: None) -> Any:
@@ -364,6 +368,21 @@ def test_a_run_takes_its_deployment_and_gives_it_back(play: Stage) -> None:
     play.begin(OTHER, "another tag")
     one_process(lambda: None)()
     assert play.of_deployment() is None
+
+
+def test_a_night_that_comes_too_late_is_skipped_but_not_one_that_began_and_was_suspended(
+    play: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "missed", lambda _: "skipped: it was due at two")
+    play.begin(OTHER)
+    state = made()
+    assert (state.type, state.name, state.message) == (StateType.CANCELLED, SKIPPED, "skipped: it was due at two")
+    monkeypatch.setattr(module, "missed", lambda _: None)
+    play.begin(RUN)
+    with pytest.raises(Pause):
+        one_process(suspended)()
+    monkeypatch.setattr(module, "missed", lambda _: "skipped: it was due at two")
+    assert made().is_completed()
 
 
 def test_a_run_that_is_started_again_still_has_its_deployment(play: Stage) -> None:

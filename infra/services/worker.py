@@ -45,8 +45,14 @@ def make_work_pool(api_url: str) -> None:
     Raises:
         ServiceError: if the server does not answer.
     """
-    if prefect_api.call(api_url, "GET", f"/work_pools/{WORK_POOL}") is None:
-        prefect_api.call(api_url, "POST", "/work_pools/", {"name": WORK_POOL, "type": "process"})
+    path = f"/work_pools/{WORK_POOL}"
+    if prefect_api.call(api_url, "GET", path) is None:
+        try:
+            prefect_api.call(api_url, "POST", "/work_pools/", {"name": WORK_POOL, "type": "process"})
+        except ServiceError:
+            if prefect_api.call(api_url, "GET", path) is None:
+                raise
+            # a worker that still runs has made it meanwhile, on a server with a new database
 
 
 def worker(home: Path, socket_dir: Path, api_url: str, environment: Mapping[str, str]) -> Service:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,6 @@ from infra.services.prefect_yaml import FILE_NAME, NAMELESS, DeploymentEntry, lo
 from infra.services.service import last_words
 
 _TIMEOUT_S = 180
-_WAITING = "AwaitingConcurrencySlot"
 _ABSENT: Final = object()
 _BRACES_APART = "{\u200b{"
 _FORMER_ZONE = "Etc/UTC"
@@ -81,7 +79,6 @@ def deploy(
             theirs = _values_of(there)
             before = _assumed(says[name], theirs) | said_before.get(name, {})
             wanted[name] = _merged(before, theirs, says[name])
-            _keep_waiting_runs(api_url, name)
     told: Values = {"deployments": [_apart(entries[name].with_values(wanted[name])) for name in entries]}
     if directory is not None:
         told["pull"] = [{"prefect.deployments.steps.set_working_directory": {"directory": directory}}]
@@ -209,30 +206,6 @@ def _of_both(file: Values, theirs: Values) -> Values:
         for key, value in file.items()
         if key in theirs
     }
-
-
-def _keep_waiting_runs(api_url: str, name: str) -> None:
-    """Keep a new registration from deleting the deployment's runs that have not begun, except those of nights to come.
-
-    Prefect deletes every one that is Scheduled, unless it waits for a slot: the state that they are given here. A
-    worker takes them from it as from any other. Nights to come are scheduled again, as the file says now.
-    """
-    where = {
-        "deployments": {"name": {"any_": [name.partition("/")[2]]}},
-        "flows": {"name": {"any_": [name.partition("/")[0]]}},
-        "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
-    }
-    now = datetime.now(UTC)
-    for run in prefect_api.flow_runs(api_url, where):
-        due = datetime.fromisoformat(run["next_scheduled_start_time"] or run["expected_start_time"])
-        if run["run_count"] == 0 and not (run["auto_scheduled"] and due > now):
-            state = {
-                "type": "SCHEDULED",
-                "name": _WAITING,
-                "message": "Due, and waiting for a worker, while its deployment was registered anew.",
-                "state_details": {"scheduled_time": due.isoformat()},
-            }
-            prefect_api.call(api_url, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state})
 
 
 def _run_prefect_deploy(checkout: Path, environment: Mapping[str, str], log: Path, told: Values) -> None:

@@ -95,12 +95,13 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         if _is_worker(inherited_environment()):
             withhold_second_reports()
             cancel_children_too()
+            from infra.services.tidying import keep_tidy  # noqa: PLC0415 - as above
+
+            keep_tidy()
             if address := os.environ.pop("RLHF_FLOWS_SOCKET", None):  # this worker's alone
                 from infra.forked_flows import fork_flows  # noqa: PLC0415 - as above
-                from infra.services.tidying import keep_tidy  # noqa: PLC0415 - as above
 
                 fork_flows(Path(address))
-                keep_tidy()
         else:
             withhold_tracebacks()
     asks = not limit_s and asks_the_server(sys.argv)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from infra.errors import InfraError, ServiceError
@@ -19,6 +20,7 @@ from infra.settings import Settings, inherited_environment, settings
 
 READY_FILE = "store.ready"
 """In the home directory while the store takes requests, and every write reaches the disk before it is acknowledged."""
+_PURGE_EVERY_S = 24 * 3600.0
 
 
 def serve(known: Settings) -> int:
@@ -45,11 +47,22 @@ def serve(known: Settings) -> int:
             seaweed.configure(known.home, ports)
             ready.touch()
             _say(f"the object store takes requests at port {ports['s3']}")
-            return process.wait()
+            while True:
+                try:
+                    return process.wait(_PURGE_EVERY_S)
+                except subprocess.TimeoutExpired:
+                    _purge(known.home, ports)
         finally:
             process.terminate()
             process.wait()
             seaweed.remove_sockets(ports)
+
+
+def _purge(home: Path, ports: Mapping[str, int]) -> None:
+    try:
+        seaweed.purge_log(home, ports)
+    except ServiceError as error:  # tomorrow again
+        _say(str(error))
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""What keeps RLHF_HOME small on a machine that nobody looks after: a thread of the local stack's worker.
+"""What keeps RLHF_HOME small on a machine that nobody looks after: a thread of the worker.
 
 It lets logs of services begin anew each minute, because a service that is in trouble may write gigabytes in a night.
 Once a day it has `rlhf tidy` delete the rest, in a process of its own.
@@ -50,6 +50,8 @@ def look(known: Settings) -> None:
     Raises:
         OSError: if the home directory or the program cannot be used.
     """
+    if not known.home.is_dir():  # this worker only has containers started
+        return
     shorten_logs(known)
     stamp = known.home / STAMP
     if not stamp.exists():  # a stack that has just been made has nothing old

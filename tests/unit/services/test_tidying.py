@@ -126,6 +126,14 @@ def test_a_new_home_is_not_tidied_and_one_of_yesterday_is_once(home: Path, monke
 
 
 @pytest.mark.integration
+def test_a_worker_that_only_has_containers_started_makes_no_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "none"))
+    tidying.look(settings())
+    assert not (tmp_path / "none").exists()
+
+
 def test_the_worker_has_the_command_tidy_and_ends_it_when_it_takes_too_long(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

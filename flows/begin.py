@@ -71,7 +71,6 @@ def begin(
     data = settle_dataset(context, data)
     values = recalled(context, _question(preset), dict[str, Any], by_all=True) or preset_values(preset)
     draft = _draft(context, preset, data, values, parameters)
-    check_data_are_named(tags_of_run(), draft.config, data)
     stages = _training(draft.config, trains, reads, **given)
     config = preflight(draft.config, trains=trains, stages=stages, **given)
     draft = draft._replace(config=config)
@@ -109,6 +108,7 @@ def _draft(
     if before is not None:
         return before
     draft = draft_of(preset, data=data, values=values, **parameters)
+    check_data_are_named(tags_of_run(), draft.config, data)
     return draft._replace(config=with_data(draft.config, data))
 
 

@@ -136,6 +136,16 @@ def test_the_longest_rows_that_a_stage_learns_from_must_fit(
     check_rows_fit.fn(elsewhere, made.parent, ("ppo",))  # type: ignore[attr-defined]
 
 
+def test_another_model_in_the_same_directory_brings_its_own_tokenizer(tmp_path: Path) -> None:
+    directory = write_tiny_llama(tmp_path / "model")
+    before = data_tasks._tokenizer(directory, "one digest")
+    assert data_tasks._tokenizer(directory, "one digest") is before
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "a"}))
+    assert data_tasks._tokenizer(directory, "another digest").eos_token == "a"
+    assert before.eos_token != "a"
+
+
 def test_a_dataset_is_found_again_by_content_not_by_path(model: Path, tmp_path: Path) -> None:
     prepare = prepare_data.fn  # type: ignore[attr-defined]
     one = with_data(preset(model), write(tmp_path / "one.jsonl", ROWS["problems"]))

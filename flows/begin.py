@@ -69,8 +69,9 @@ def begin(
         preflight(begun.config, trains=trains, stages=stages, actor=begun.actor, reward_model=begun.reward_model)
         return begun
     data = settle_dataset(context, data)
-    values = recalled(context, _question(preset), dict[str, Any], by_all=True) or preset_values(preset)
-    draft = _draft(context, preset, data, values, parameters)
+    before = recalled(context, _question(preset), dict[str, Any], by_all=True)
+    values = before or preset_values(preset)
+    draft = _draft(context, preset, data, values, {**parameters, "goes_on": before is not None})
     stages = _training(draft.config, trains, reads, **given)
     config = preflight(draft.config, trains=trains, stages=stages, **given)
     draft = draft._replace(config=config)

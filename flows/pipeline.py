@@ -14,6 +14,7 @@ from flows.ppo import ppo
 from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
 from tasks.data import SPLITS
+from tasks.error_budget import tell_power
 from tasks.one_process import one_process
 from tasks.parents import wants_reward_model
 from tasks.progress import with_lines_of_stages
@@ -62,6 +63,7 @@ def pipeline(
         seed=seed,
         overrides=overrides,
     )
+    tell_power(config, dataset)
     common: dict[str, Any] = {
         "preset": preset,
         "model": model,

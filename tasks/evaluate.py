@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from infra.artifacts.ref import EXTERNAL_PREFIX, ArtifactRef
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
+from tasks.challenger import CHALLENGER, incumbent_of, open_challenge
 from tasks.context import Context, materialise, open_context
 from tasks.models import load_policy, load_reward_model
 from tasks.parents import ancestors, base_model, base_of, resolve_reward_model
@@ -86,7 +87,7 @@ def judged_by_reward_model(config: PipelineConfig) -> bool:
 
 
 def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]:
-    """Return who is evaluated, by role: base, sft, start, ppo and champion, as far as there are.
+    """Return who is evaluated, by role: base, sft, start, ppo, champion and challenger, as far as there are.
 
     The base model is among them if the policy came from it. PPO went on from `sft`, or from another policy, `start`.
 
@@ -120,6 +121,11 @@ def _contestants(context: Context, config: PipelineConfig, policy: str | None) -
     if champion is not None:
         crowned = context.store.resolve(champion)
         roles["champion"] = Parent(uri=crowned.ref.uri, digest=crowned.digest)
+    incumbent = incumbent_of(roles)
+    if incumbent is not None:
+        challenge = open_challenge(context, manifest.name, roles[incumbent], roles["ppo"])
+        if challenge is not None:
+            roles[CHALLENGER] = challenge.policy
     return roles
 
 

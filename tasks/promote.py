@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from infra.artifacts import ArtifactRef
+from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 from rlhf_core.escaping import SHOWN_LENGTH, one_line
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
+from rlhf_core.gating import Contender, Verdict, judge, tally
+from tasks.challenger import CHALLENGER, incumbent_of, open_challenge, record_challenge
 from tasks.context import Context, open_context
+from tasks.error_budget import spend
 from tasks.evaluate import OUTCOMES, REWARD_MODEL
+from tasks.plan import settled_once
 from tasks.progress import say
-from tasks.results import Decision, StageResult
+from tasks.results import SHOWN_CONFIDENCE, Challenge, Decision, Night, Parent, StageResult
+from tasks.stages import stage_result
 from tasks.taken_over import leave_if_taken_over
 from tasks.task_errors import stage_task
-
-INCUMBENTS = ("champion", "start", "sft", "base")
-"""Roles of which the first that there is must be beaten."""
 
 
 @stage_task(name="gate")
 def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decision:
-    """Return whether the policy replaces the champion, from the stored outcomes of both.
+    """Return whether the policy, or the challenger that waits, replaces the champion: from the stored outcomes.
+
+    A run that is started again decides the same.
 
     Args:
         config: the preset; its gate says how sure the gain must be.
@@ -31,9 +37,16 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
     Raises:
         ConfigError: there is none of them.
     """
+    context = open_context()
+    decision: Decision = settled_once(context, "decision", Decision, lambda: _decide(context, config, evaluations))
+    say("gate", f"{'promote' if decision.promote else 'keep the incumbent'}: {decision.reason}")
+    return decision
+
+
+def _decide(context: Context, config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decision:
     candidate = evaluations["ppo"]
     policy = str(candidate.metrics["policy"])
-    role = next((role for role in INCUMBENTS if role in evaluations), None)
+    role = incumbent_of(evaluations)
     if role is None:
         raise ConfigError(
             f"there is nothing to compare {policy} with: no champion, and it came from no SFT model, no policy and not "
@@ -41,30 +54,41 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
         )
     incumbent = evaluations[role]
     opponent = str(incumbent.metrics["policy"])
-    if candidate.metrics["policy_digest"] == incumbent.metrics["policy_digest"]:
-        interval, promote = Interval(0.0, 0.0, 0.0), False
-        is_champion = role == "champion"
-        reason = f"{policy} {_since(opponent) if is_champion else f'holds the very weights of {opponent} ({role})'}"
-    else:
-        interval, problems = _gain(incumbent, candidate, config.gate.confidence)
-        promote = interval.low > config.gate.min_gain
-        figures = f"{interval.estimate:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
-        unit = "standard deviations of the reward model's score" if _by_score(candidate) else "right"
-        reason = (
-            f"{policy} against {opponent} ({role}): {figures} {unit} on the same "
-            f"{counted(problems, 'problem')}; the lower end is "
-            f"{'above' if promote else 'not above'} {config.gate.min_gain:g}"
-        )
-    say("gate", f"{'promote' if promote else 'keep the incumbent'}: {reason}")
+    champion = opponent if role == "champion" else None
+    if _policy(candidate).digest == _policy(incumbent).digest:
+        reason = f"{policy} {_since(opponent) if champion else f'holds the very weights of {opponent} ({role})'}"
+        return Decision(
+            promote=False, reason=reason, policy=policy, incumbent=opponent, champion=champion,
+            difference=0.0, low=0.0, high=0.0,
+        )  # fmt: skip
+    tonight = _Case.of(context, config, [_night(candidate, incumbent)], _policy(candidate))
+    waiting = _waiting(context, config, evaluations, incumbent)
+    level = spend(context, policy, config.gate)
+    verdict = judge(tonight.contender, waiting and waiting.contender, level=level, min_gain=config.gate.min_gain)
+    cases = {"candidate": tonight} if waiting is None else {"candidate": tonight, CHALLENGER: waiting}
+    p = {"candidate": verdict.candidate_p, CHALLENGER: verdict.challenger_p}
+    first = verdict.promoted or "candidate"
+    shown = cases[first]
+    told = f"{shown.policy.uri} against {opponent} ({role}): {shown.told(p[first], verdict.level)}"
+    for name, other in cases.items():
+        if name != first:
+            told += f"; the {name} {other.policy.uri}: {other.told(p[name], verdict.level)}"
+    challenge = _challenge(verdict, tonight, waiting, against=_policy(incumbent).digest)
     return Decision(
-        promote=promote,
-        reason=reason,
-        policy=policy,
+        promote=verdict.promoted is not None,
+        reason=told + _outcome(config, verdict, challenge),
+        policy=shown.policy.uri,
         incumbent=opponent,
-        champion=opponent if role == "champion" else None,
-        difference=interval.estimate,
-        low=interval.low,
-        high=interval.high,
+        champion=champion,
+        difference=shown.interval.estimate,
+        low=shown.interval.low,
+        high=shown.interval.high,
+        wins=shown.contender.found.wins,
+        losses=shown.contender.found.losses,
+        p_value=p[first],
+        level=verdict.level,
+        nights=len(shown.nights),
+        challenge=challenge,
     )
 
 
@@ -82,7 +106,7 @@ def _since(champion: str) -> str:
 
 @stage_task(name="promote")
 def promote(decision: Decision) -> str | None:
-    """Move the alias `champion` if the gate says so; return the champion's reference, or None if there is none.
+    """Move the aliases as the gate says; return the champion's reference, or None if there is none.
 
     A run moves it once: one that is started again after its move leaves what others have done since.
 
@@ -95,6 +119,9 @@ def promote(decision: Decision) -> str | None:
     if decision.promote and not (context.flow_run and _has_moved(context, name, who, decision.policy)):
         leave_if_taken_over()
         context.store.set_alias(decision.policy, "champion", why=decision.reason, who=who, expected=decision.champion)
+    if decision.challenge is not None:
+        leave_if_taken_over()
+        record_challenge(context, decision.challenge, who)
     champion: str | None = context.store.alias("policy", name, "champion")
     return champion
 
@@ -105,17 +132,100 @@ def _has_moved(context: Context, name: str, who: str, policy: str) -> bool:
     return alias is not None and any((move.who, move.uri) == (who, policy) for move in alias.history)
 
 
-class _Gain(NamedTuple):
+class _Case(NamedTuple):
+    """A contender with all that is told of it."""
+
+    policy: Parent
+    nights: tuple[Night, ...]
+    contender: Contender
     interval: Interval
-    problems: int
+    unit: str
+
+    @classmethod
+    def of(cls, context: Context, config: PipelineConfig, nights: list[Night], policy: Parent) -> _Case:
+        """Return the case of a policy over several nights' problems, each problem once."""
+        before: dict[str, float] = {}
+        after: dict[str, float] = {}
+        new = 0
+        for night in nights:
+            new = len(before)
+            before = {**_scores(_stored(context, night.incumbent)), **before}
+            after = {**_scores(_stored(context, night.policy)), **after}
+            new = len(before) - new
+        by_score = _by_score(_stored(context, nights[-1].policy))
+        found = tally(before, after, config.gate.min_gain if by_score else 0.0)
+        interval = _interval(before, after)
+        more = (config.gate.challenger_nights - len(nights)) * new if config.data.rotate_evaluation else 0
+        contender = Contender(found, max(0, more), not by_score or interval.estimate > config.gate.min_gain)
+        unit = "standard deviations of the reward model's score" if by_score else "right"
+        return cls(policy, tuple(nights), contender, interval, unit)
+
+    def told(self, p: float | None, level: float) -> str:
+        """Return its figures in words."""
+        found, gain = self.contender.found, self.interval
+        nights = f" in {len(self.nights)} nights" if len(self.nights) > 1 else ""
+        return (
+            f"{gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] {self.unit}, {found.wins} better and "
+            f"{found.losses} worse of {counted(found.problems, 'problem')}{nights}, p = {p:.2g} ({level:.2g} needed)"
+        )
 
 
-def _gain(incumbent: StageResult, candidate: StageResult, confidence: float) -> _Gain:
-    """Return the candidate's paired gain over the incumbent."""
-    before, after = _scores(incumbent), _scores(candidate)
+def _waiting(
+    context: Context, config: PipelineConfig, evaluations: dict[str, StageResult], incumbent: StageResult
+) -> _Case | None:
+    """Return the case of the challenger that was evaluated tonight; None if there is none, or its record is gone."""
+    asked = evaluations.get(CHALLENGER)
+    if asked is None:
+        return None
+    name = context.store.resolve(str(asked.metrics["policy"])).name
+    found = open_challenge(context, name, _policy(incumbent), _policy(evaluations["ppo"]))
+    if found is None or found.policy.digest != _policy(asked).digest:  # another run was quicker
+        return None
+    try:
+        judges = {str(_stored(context, night.policy).metrics["judge"]) for night in found.nights}
+        if judges != {asked.metrics["judge"]}:
+            say("gate", f"{found.policy.uri} challenges no longer: another judge scored its answers then")
+            return None
+        return _Case.of(context, config, [*found.nights, _night(asked, incumbent)], found.policy)
+    except ReferenceNotFoundError as error:
+        say("gate", f"{found.policy.uri} challenges no longer, as an evaluation of it is gone: {error}")
+        return None
+
+
+def _challenge(verdict: Verdict, tonight: _Case, waiting: _Case | None, *, against: str) -> Challenge | None:
+    """Return what the alias of the challenger is to say from now on; None if nothing new."""
+    waits = {"candidate": tonight, CHALLENGER: waiting, None: None}[verdict.waits]
+    case = waits or waiting
+    if case is None:
+        return None
+    return Challenge(policy=case.policy, against=against, nights=case.nights, is_open=waits is not None)
+
+
+def _outcome(config: PipelineConfig, verdict: Verdict, challenge: Challenge | None) -> str:
+    least = f" for a gain above {config.gate.min_gain:g}" if config.gate.min_gain else ""
+    if verdict.promoted is not None or challenge is None:
+        return least
+    if not challenge.is_open:
+        return f"{least}; {challenge.policy.uri} challenges no longer"
+    nights = f"night {len(challenge.nights)} of {config.gate.challenger_nights}"
+    return f"{least}; {challenge.policy.uri} is the challenger ({nights})"
+
+
+def _policy(evaluation: StageResult) -> Parent:
+    return Parent(uri=str(evaluation.metrics["policy"]), digest=str(evaluation.metrics["policy_digest"]))
+
+
+def _night(policy: StageResult, incumbent: StageResult) -> Night:
+    return Night(policy=policy.parent, incumbent=incumbent.parent)
+
+
+def _stored(context: Context, evaluation: Parent) -> StageResult:
+    return stage_result("evaluate", context.store.resolve(ArtifactRef(evaluation.uri, evaluation.digest)), reused=True)
+
+
+def _interval(before: dict[str, float], after: dict[str, float]) -> Interval:
     keys = sorted(before)
-    interval = paired_difference_interval([before[key] for key in keys], [after[key] for key in keys], confidence)
-    return _Gain(interval, len(keys))
+    return paired_difference_interval([before[key] for key in keys], [after[key] for key in keys], SHOWN_CONFIDENCE)
 
 
 def _scores(evaluation: StageResult) -> dict[str, float]:

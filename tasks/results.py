@@ -85,6 +85,24 @@ class EpisodeResult(Plain):
     row: dict[str, float | int]
 
 
+class Night(Plain):
+    """Two evaluations on the same problems."""
+
+    policy: Parent
+    incumbent: Parent
+
+
+class Challenge(Plain):
+    """A policy that may pass with more problems, against the one that it was compared with."""
+
+    policy: Parent
+    against: str
+    """Digest of the incumbent; with another one the challenge has ended."""
+    nights: tuple[Night, ...]
+    is_open: bool
+    """False: it was promoted, or has ended."""
+
+
 class Decision(Plain):
     """What the gate decided about a policy."""
 
@@ -98,3 +116,15 @@ class Decision(Plain):
     difference: float
     low: float
     high: float
+    """Ends of the paired interval of reports, by the normal approximation: the gate does not decide by it."""
+    wins: int = 0
+    """Problems on which the policy did better; 0 in decisions of earlier releases, as all that follows."""
+    losses: int = 0
+    p_value: float | None = None
+    """Of the exact test; None where nothing was compared."""
+    level: float | None = None
+    """That the p-value had to reach."""
+    nights: int = 1
+    """Whose problems were compared."""
+    challenge: Challenge | None = None
+    """What becomes of the challenger; None: nothing new."""

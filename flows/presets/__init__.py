@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from flows.presets.keys import keys, no_such_key
+from flows.presets.keys import FORMER, keys, no_such_key
 from infra.strict_yaml import load_yaml
 from rlhf_core.config import PipelineConfig, SplitsConfig
 from rlhf_core.config.ppo import BATCHES, MICRO
@@ -86,6 +86,7 @@ def draft_of(
     seed: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
+    goes_on: bool = False,
 ) -> Draft:
     """Return a preset with a run's parameters in it, and which of its sizes may follow the data.
 
@@ -100,11 +101,13 @@ def draft_of(
         seed: of `resolve`.
         overrides: of `resolve`.
         values: what the preset's file says, where that was read before; None reads it.
+        goes_on: of a run that began before: keys that there were then are left out, and not refused.
 
     Raises:
         ConfigError: as `resolve`, but for sizes that exclude each other.
     """
-    values = preset_values(preset) if values is None else deepcopy(dict(values))
+    preset_says = preset_values(preset) if values is None else values
+    values = deepcopy(dict(preset_says))
     changes: dict[str, Any] = {}
     if model is not None:
         changes |= {"model.path": model, "model.num_parameters": None}
@@ -113,7 +116,11 @@ def draft_of(
     if seed is not None:
         changes["seed"] = seed
     changes |= overrides or {}
+    if goes_on:
+        changes = {key: value for key, value in changes.items() if key not in FORMER}
     faults = _changed(values, changes)
+    if not goes_on:
+        faults += [Fault(no_such_key(key), {}) for key in _leaves(preset_says) if key in FORMER]
     sizes = _sizes(values, _fixed(values, changes, data))
     settled = settle(sizes) if sizes is not None else None
     if settled is not None:

@@ -101,6 +101,13 @@ DIFFERENT = {
 """What to know of a name elsewhere whose values are not ours."""
 
 
+FORMER = {
+    "gate.confidence": "gate.year_error (0.05) and gate.nights_a_year (365) say how sure the gate must be: of all the "
+    "promotions of a year, any is due to chance with this probability at most (docs/gate.md)",
+}
+"""Keys of earlier releases, and what replaces them."""
+
+
 def keys(config: type[BaseModel] = PipelineConfig, prefix: str = "") -> Iterator[tuple[str, bool]]:
     """Yield every dotted key, and whether free keys may follow it (a mapping such as task parameters)."""
     for name, field in config.model_fields.items():
@@ -113,6 +120,8 @@ def keys(config: type[BaseModel] = PipelineConfig, prefix: str = "") -> Iterator
 
 def no_such_key(key: str) -> str:
     """Return the sentence on a key that there is not, with those that were probably meant."""
+    if key in FORMER:
+        return f"there is no configuration key {key!r} any longer; {FORMER[key]}"
     near, name = meant(key), key.rpartition(".")[2]
     hint = f"did you mean {' or '.join(near)}?" if near else "see rlhf_core/config/ for the keys there are"
     return f"there is no configuration key {key!r}; {hint}" + (f" ({DIFFERENT[name]})" if name in DIFFERENT else "")

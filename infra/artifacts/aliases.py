@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import Final
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from infra.artifacts.backend import Backend, clock
 from infra.artifacts.leases import Claim, Lease, lease
@@ -47,6 +47,8 @@ class AliasMove(BaseModel):
     """A random id: tells a mover whose answer was lost that the move it finds is its own."""
     undoes: str | None = None
     """Of a rollback: the id of the first move that it takes back, with all that came after it."""
+    facts: dict[str, JsonValue] | None = None
+    """What the mover has to know of it later."""
 
 
 class Alias(BaseModel):
@@ -106,6 +108,7 @@ def move_alias(
     why: str,
     who: str,
     expected: str | Unset | None = UNSET,
+    facts: dict[str, JsonValue] | None = None,
 ) -> None:
     """Point an alias at a version by compare-and-swap, so that no other's move is lost from the history.
 
@@ -116,13 +119,15 @@ def move_alias(
         why: the reason, for its history.
         who: the mover, for its history.
         expected: the reference of the version that it must point at until then; None: it must not exist.
+        facts: plain data that the history keeps with the move.
 
     Raises:
         ReferenceNotFoundError: if the version has been removed meanwhile.
         StoreError: if the alias cannot have that name, points at something else than expected, or others kept
             moving it all the time.
     """
-    apply_move(backend, target, alias, move_to(target, why=why, who=who), expected)
+    move = move_to(target, why=why, who=who).model_copy(update={"facts": facts})
+    apply_move(backend, target, alias, move, expected)
 
 
 def move_to(target: Manifest, *, why: str, who: str, undoes: str | None = None) -> AliasMove:

@@ -378,6 +378,7 @@ class ArtifactStore:
         why: str,
         who: str,
         expected: str | Unset | None = UNSET,
+        facts: dict[str, JsonValue] | None = None,
     ) -> None:
         """Point an alias at a version; where it pointed, why it moved and by whom stays in its history.
 
@@ -387,11 +388,12 @@ class ArtifactStore:
             why: the reason.
             who: the mover.
             expected: what `alias` returned when the move was decided; when it points elsewhere by now, it stays.
+            facts: plain data that the history keeps with the move.
 
         Raises:
             StoreError: if it does not point at what was expected; the message names where it points.
         """
-        move_alias(self._backend, self.resolve(reference), alias, why=why, who=who, expected=expected)
+        move_alias(self._backend, self.resolve(reference), alias, why=why, who=who, expected=expected, facts=facts)
 
     def promote(self, reference: str | ArtifactRef, alias: str = CHAMPION, *, why: str, who: str) -> str | None:
         """Point an alias at a version unless it points there, and return where it pointed; arguments as above.

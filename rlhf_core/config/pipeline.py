@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,12 +26,27 @@ class EvaluationConfig(Config):
 
 
 class GateConfig(Config):
-    """When a policy replaces the champion."""
+    """When a policy replaces the champion: an exact paired test, within a year's budget of errors (docs/gate.md)."""
 
-    confidence: float = Field(0.95, gt=0.5, lt=1)
-    min_gain: float = 0.0
-    """The paired interval's lower end over the champion (or, without one, over what PPO started from) must exceed
-    this: share of right answers, or the reward model's standard deviations."""
+    year_error: float = Field(0.05, gt=0, lt=1)
+    """Probability, at most, that any promotion of a year is due to chance."""
+    nights_a_year: Positive = 365
+    """Comparisons that share it evenly; beyond them each has half of what the last 365 days have left."""
+    min_gain: float = Field(0.0, ge=-1, le=1)
+    """The gain over the champion (or, without one, over what PPO started from) must be shown to exceed this: share of
+    right answers. Where the reward model scores, in its standard deviations: on more problems than not, and on
+    average."""
+    challenger_nights: Positive = 3
+    """Nights whose problems a promising candidate may have in all; 1 keeps no challenger. Needs
+    `data.rotate_evaluation`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_earlier_release(cls, values: Any) -> Any:
+        """Leave out `confidence`, which every configuration stored by an earlier release has."""
+        return (
+            {key: value for key, value in values.items() if key != "confidence"} if isinstance(values, dict) else values
+        )
 
 
 class PipelineConfig(Config):

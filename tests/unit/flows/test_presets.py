@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from flows import presets
-from flows.presets import draft_of, preset_names, resolve
+from flows.presets import draft_of, preset_names, preset_values, resolve
 from flows.presets.keys import DIFFERENT, ELSEWHERE, keys, meant
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.settings import CHECKOUT
-from rlhf_core.config import PipelineConfig, SplitsConfig
+from rlhf_core.config import GateConfig, PipelineConfig, SplitsConfig
 from rlhf_core.data.preparing import SOURCES
 from rlhf_core.data.reading import Access, detect_role
 from rlhf_core.errors import ConfigError, DataError
@@ -386,3 +386,15 @@ def test_flows_and_commands_import_without_what_is_slow() -> None:
 def test_what_an_actor_builds_with_imports_no_orchestrator() -> None:
     code = "import sys, tasks.ppo_models, tasks.ppo_keeper; sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0
+
+
+def test_a_gate_by_confidence_is_refused_with_what_replaces_it_and_read_where_it_was_stored() -> None:
+    with pytest.raises(ConfigError, match=r"'gate.confidence' any longer; gate.year_error \(0.05\)"):
+        resolve("quickstart", overrides={"gate.confidence": 0.99})
+    values = preset_values("quickstart") | {"gate": {"confidence": 0.99, "min_gain": 0.1}}
+    with pytest.raises(ConfigError, match=r"'gate.confidence' any longer"):
+        draft_of("quickstart", values=values)
+    # a run that an earlier release began
+    goes_on = draft_of("quickstart", values=values, overrides={"gate.confidence": 0.9}, goes_on=True)
+    assert goes_on.config.gate == GateConfig(min_gain=0.1)
+    assert PipelineConfig.model_validate(goes_on.config.model_dump() | {"gate": values["gate"]}) == goes_on.config

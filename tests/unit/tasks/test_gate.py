@@ -2,27 +2,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from math import sqrt
+from typing import Any
 
 import pytest
 
 from infra.artifacts import open_default_store
+from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import DataConfig, GateConfig, PipelineConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation import Outcome, outcomes_to_jsonl
+from tasks import context as contexts
+from tasks.challenger import open_challenge
+from tasks.error_budget import next_level, power_sentence
 from tasks.promote import gate, promote
-from tasks.results import Decision, StageResult
+from tasks.results import Decision, Parent, StageResult
+from tasks.stages import stage_result
 
 Evaluation = Callable[..., StageResult]
 
 
 @pytest.fixture
 def evaluation() -> Evaluation:
-    def make(policy: str, marks: str, scores: list[float] | None = None, judge: str = "exact") -> StageResult:
+    def make(
+        policy: str, marks: str, scores: list[float] | None = None, judge: str = "exact", first: int = 0
+    ) -> StageResult:
         """`marks`: one letter a problem, R right and W wrong; a score beside each where they are given."""
         outcomes = [
             Outcome(
-                key=str(index),
+                key=f"{first + index}",
                 prompt="p",
                 answer="a",
                 response="r",
@@ -33,33 +40,45 @@ def evaluation() -> Evaluation:
             )
             for index, mark in enumerate(marks)
         ]
-        reference = open_default_store().commit("evaluation", "test", {"outcomes.jsonl": outcomes_to_jsonl(outcomes)})
-        return StageResult(
-            stage="evaluate",
-            uri=reference.uri,
-            digest=reference.digest,
-            reused=False,
-            seconds=0,
-            metrics={"policy": policy, "policy_digest": policy, "judge": judge},
-        )
+        store = open_default_store()
+        try:
+            digest = store.resolve(policy).digest if policy.startswith("policy/") else policy
+        except ReferenceNotFoundError:
+            digest = store.commit("policy", "test", {"x": policy.encode()}, version=int(policy[-1])).digest
+        metrics = {"policy": policy, "policy_digest": digest, "judge": judge}
+        files = {"outcomes.jsonl": outcomes_to_jsonl(outcomes)}
+        made = store.commit("evaluation", "test", files, metrics=metrics, config={"of": policy, "by": judge})
+        return stage_result("evaluate", store.resolve(made), reused=False)
 
     return make
 
 
-def config(min_gain: float = 0.0) -> PipelineConfig:
-    return PipelineConfig(name="test", data=DataConfig(task="gcd"), gate=GateConfig(min_gain=min_gain))
+def config(min_gain: float = 0.0, **gate: Any) -> PipelineConfig:
+    """A gate that few problems pass: of one night a year, whose tests have half of 0.05 (the other half is kept)."""
+    rules = GateConfig.model_validate({"min_gain": min_gain, "nights_a_year": 1, **gate})
+    return PipelineConfig(name="test", data=DataConfig(task="gcd", rotate_evaluation=True), gate=rules)
 
 
-def test_a_policy_that_gains_enough_is_promoted_with_its_paired_interval(evaluation: Evaluation) -> None:
+def test_a_policy_that_gains_enough_is_promoted_with_its_exact_test(evaluation: Evaluation) -> None:
     decision = gate.fn(
         config(),
         {"sft": evaluation("sft/test@1", "W" * 10 + "R" * 10), "ppo": evaluation("policy/test@1", "R" * 20)},
     )
-    # ten differences of 1 and ten of 0: mean 0.5, sum of squared deviations 20 * 0.25 = 5
-    half = 1.959964 * sqrt(5 / 19 / 20)
+    # ten wins of ten differences: 1 / 2^10
     assert decision.promote
     assert decision.difference == pytest.approx(0.5)
-    assert (decision.low, decision.high) == (pytest.approx(0.5 - half, abs=1e-5), pytest.approx(0.5 + half, abs=1e-5))
+    assert (decision.wins, decision.losses, decision.p_value, decision.level) == (10, 0, 1 / 1024, 0.025)
+    assert decision.reason == (
+        "policy/test@1 against sft/test@1 (sft): +0.500 [+0.275, +0.725] right, 10 better and 0 worse of 20 problems, "
+        "p = 0.00098 (0.025 needed)"
+    )
+
+
+def test_four_wins_to_none_are_not_enough_for_a_year_of_nights(evaluation: Evaluation) -> None:
+    sft, ppo = evaluation("sft/test@1", "WWWW" + "R" * 6), evaluation("policy/test@1", "R" * 10)
+    # p = 1 / 2^4; that happens by chance in one of sixteen nights on which four answers change
+    decision = gate.fn(config(nights_a_year=365), {"sft": sft, "ppo": ppo})
+    assert (decision.promote, decision.p_value, decision.level) == (False, 1 / 16, pytest.approx(0.05 / 365))
 
 
 def test_scores_count_where_a_reward_model_judged_and_only_right_answers_where_a_verifier_did(
@@ -71,13 +90,24 @@ def test_scores_count_where_a_reward_model_judged_and_only_right_answers_where_a
         sft, ppo = evaluation("sft/test@1", "WWR", before, judge), evaluation("policy/test@1", "WRR", after, judge)
         return gate.fn(config(), {"sft": sft, "ppo": ppo})
 
-    # scores: +0.5, -0.25, +0.5, so mean 0.25 and standard error 0.25; marks: 0, 1, 0, so mean 1/3 and error 1/3
+    # scores: +0.5, -0.25, +0.5, so mean 0.25; two of three better: (1 + 3) / 2^3. Marks: 0, 1, 0
     by_model, by_verifier = compared("reward_model"), compared("gsm8k_reward_fn")
-    assert (by_model.difference, by_model.high) == (0.25, pytest.approx(0.25 + 1.959964 * 0.25, abs=1e-5))
-    assert "standard deviations of the reward model's score on the same 3 problems" in by_model.reason
+    assert (by_model.difference, by_model.wins, by_model.losses, by_model.p_value) == (0.25, 2, 1, 0.5)
+    assert (
+        "+0.250 [-0.240, +0.740] standard deviations of the reward model's score, 2 better and 1 worse of 3"
+        in by_model.reason
+    )
     assert by_verifier.difference == pytest.approx(1 / 3)
-    assert by_verifier.high == pytest.approx(1 / 3 + 1.959964 / 3, abs=1e-5)
-    assert "right on the same 3 problems" in by_verifier.reason
+    assert (by_verifier.wins, by_verifier.losses, by_verifier.p_value) == (1, 0, 0.5)
+    assert "+0.333 [-0.320, +0.987] right, 1 better and 0 worse of 3 problems" in by_verifier.reason
+
+
+def test_many_small_wins_do_not_make_up_for_heavy_losses(evaluation: Evaluation) -> None:
+    sft = evaluation("sft/test@1", "W" * 10, [0.0] * 10, "reward_model")
+    ppo = evaluation("policy/test@1", "W" * 10, [0.1] * 9 + [-5.0], "reward_model")
+    # nine better and one worse: p = 11 / 1024, below 0.025; but on average it is 0.41 worse
+    decision = gate.fn(config(), {"sft": sft, "ppo": ppo})
+    assert (decision.promote, decision.p_value) == (False, 11 / 1024)
 
 
 def test_a_gain_below_the_gate_is_not_enough(evaluation: Evaluation) -> None:
@@ -90,8 +120,8 @@ def test_the_champion_is_who_must_be_beaten(evaluation: Evaluation) -> None:
         config(),
         {
             "sft": evaluation("sft/test@1", "W" * 20),
-            "ppo": evaluation("policy/test@2", "R" * 10 + "W" * 10),
             "champion": evaluation("policy/test@1", "R" * 20),
+            "ppo": evaluation("policy/test@2", "R" * 10 + "W" * 10),
         },
     )
     assert not decision.promote
@@ -142,7 +172,7 @@ def test_a_run_that_comes_after_one_that_died_before_its_report_says_who_made_th
 def test_promotion_moves_the_champion_and_says_why(evaluation: Evaluation) -> None:
     store = open_default_store()
     policy = store.commit("policy", "test", {"x": b"1"})
-    evaluations = {"sft": evaluation("sft/test@1", "WWWWR"), "ppo": evaluation(policy.uri, "RRRRR")}
+    evaluations = {"sft": evaluation("sft/test@1", "WWWWWWR"), "ppo": evaluation(policy.uri, "RRRRRRR")}
     decision = gate.fn(config(), evaluations)
     assert promote.fn(decision) == policy.uri
     assert store.resolve("policy/test@champion").ref == policy
@@ -154,3 +184,168 @@ def test_a_refusal_leaves_the_champion_where_it_was(evaluation: Evaluation) -> N
     store.set_alias(old.uri, "champion", why="test", who="test")
     evaluations = {"champion": evaluation(old.uri, "RRRRR"), "ppo": evaluation(new.uri, "WWWWW")}
     assert promote.fn(gate.fn(config(), evaluations)) == old.uri
+
+
+@pytest.fixture
+def as_run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes this process the one of a run."""
+    return lambda run: monkeypatch.setattr(contexts, "root_flow_run", lambda: run)
+
+
+class TestBudget:
+    """Each comparison spends of the year's error, and a run spends once."""
+
+    def test_every_comparison_has_what_those_before_it_left(self, evaluation: Evaluation) -> None:
+        sft, store = evaluation("sft/test@1", "WR"), open_default_store()
+        found = [gate.fn(config(), {"sft": sft, "ppo": evaluation(f"policy/test@{n}", "RR")}).level for n in (1, 2, 3)]
+        assert found == pytest.approx([0.025, 0.0125, 0.00625])  # half of what is left
+        assert len(store.aliases("policy", "test")["judged"].history) == 3
+        assert next_level(contexts.open_context(), "test", config().gate) == pytest.approx(0.003125)
+        assert next_level(contexts.open_context(), "another", config().gate) == 0.025
+
+    def test_a_run_that_is_started_again_spends_once_and_decides_the_same(
+        self, evaluation: Evaluation, as_run: Any
+    ) -> None:
+        evaluations = {"sft": evaluation("sft/test@1", "W" * 7), "ppo": evaluation("policy/test@1", "R" * 7)}
+        as_run("one")
+        first = gate.fn(config(), evaluations)
+        promote.fn(first)
+        as_run("two")
+        assert gate.fn(config(), evaluations).level == 0.0125
+        as_run("one")
+        assert gate.fn(config(), evaluations) == first
+        assert len(open_default_store().aliases("policy", "test")["judged"].history) == 2
+
+    def test_a_run_that_died_between_its_entry_and_its_decision_finds_its_level(
+        self, evaluation: Evaluation, as_run: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        evaluations = {"sft": evaluation("sft/test@1", "W" * 7), "ppo": evaluation("policy/test@1", "R" * 7)}
+        as_run("one")
+        with monkeypatch.context() as killed:
+            killed.setattr("tasks.promote.judge", lambda *_, **__: pytest.exit)
+            with pytest.raises(AttributeError):
+                gate.fn(config(), evaluations)
+        as_run("two")
+        gate.fn(config(), evaluations)
+        as_run("one")
+        assert gate.fn(config(), evaluations).level == 0.025
+
+    def test_what_was_never_compared_costs_nothing(self, evaluation: Evaluation) -> None:
+        same = evaluation("policy/test@1", "RR")
+        gate.fn(config(), {"champion": same, "ppo": same})
+        assert "judged" not in open_default_store().aliases("policy", "test")
+
+
+class TestChallenger:
+    """A candidate that may pass with more problems waits for them, against the same champion."""
+
+    def night(self, evaluation: Evaluation, new: str, marks: str, first: int, **roles: str) -> Decision:
+        """Let a candidate meet the champion, which is right on no problem, on problems from `first` on."""
+        champion = evaluation("policy/test@1", "W" * len(marks), first=first)
+        beside = {role: evaluation(*given.split(), first=first) for role, given in roles.items()}
+        ppo = evaluation(new, marks, first=first)
+        # a level of 0.005
+        decision = gate.fn(config(nights_a_year=10), {"champion": champion, **beside, "ppo": ppo})
+        promote.fn(decision)
+        return decision
+
+    @pytest.fixture(autouse=True)
+    def _champion(self, evaluation: Evaluation) -> None:
+        evaluation("policy/test@1", "R")
+        open_default_store().set_alias("policy/test@1", "champion", why="", who="")
+
+    def test_it_is_promoted_by_the_problems_of_two_nights(self, evaluation: Evaluation) -> None:
+        first = self.night(evaluation, "policy/test@2", "R" * 6 + "W" * 4, 0)
+        assert (first.promote, first.p_value) == (False, 1 / 64)  # 0.016, above 0.005
+        assert first.reason.endswith("(0.005 needed); policy/test@2 is the challenger (night 1 of 3)")
+        store = open_default_store()
+        assert store.alias("policy", "test", "challenger") == "policy/test@2"
+        second = self.night(evaluation, "policy/test@3", "W" * 10, 10, challenger="policy/test@2 RRRRRWWWWW")
+        # eleven wins of twenty problems: 1 / 2^11 = 0.0005; two tests share 0.005
+        assert (second.promote, second.policy, second.p_value, second.level) == (True, "policy/test@2", 2**-11, 0.0025)
+        assert second.reason == (
+            "policy/test@2 against policy/test@1 (champion): +0.550 [+0.326, +0.774] right, 11 better and 0 worse of "
+            "20 problems in 2 nights, p = 0.00049 (0.0025 needed); the candidate policy/test@3: +0.000 "
+            "[+0.000, +0.000] right, 0 better and 0 worse of 10 problems, p = 1 (0.0025 needed)"
+        )
+        assert store.alias("policy", "test", "champion") == "policy/test@2"
+        assert not store.aliases("policy", "test")["challenger"].history[-1].facts["is_open"]
+
+    def test_a_problem_that_comes_again_counts_once(self, evaluation: Evaluation) -> None:
+        self.night(evaluation, "policy/test@2", "R" * 6 + "W" * 4, 0)
+        again = self.night(evaluation, "policy/test@3", "W" * 10, 0, challenger="policy/test@2 RRRRRRWWWW")
+        assert not again.promote
+        assert (
+            "the challenger policy/test@2: +0.600 [+0.280, +0.920] right, "
+            "6 better and 0 worse of 10 problems in 2 nights" in again.reason
+        )
+        assert again.reason.endswith("policy/test@2 challenges no longer")  # a third night would bring nothing new
+
+    def test_it_ends_after_three_nights(self, evaluation: Evaluation) -> None:
+        self.night(evaluation, "policy/test@2", "R" * 5 + "W" * 45, 0)
+        second = self.night(evaluation, "policy/test@3", "W" * 50, 50, challenger="policy/test@2 R" + "W" * 49)
+        assert second.reason.endswith("policy/test@2 is the challenger (night 2 of 3)")
+        third = self.night(evaluation, "policy/test@4", "W" * 50, 100, challenger="policy/test@2 " + "W" * 50)
+        assert third.reason.endswith("policy/test@2 challenges no longer")
+        assert self.waiting("policy/test@5") is None
+
+    def waiting(self, candidate: str) -> str | None:
+        """Return who would be evaluated beside a candidate tonight."""
+        store = open_default_store()
+        crowned = store.resolve("policy/test@champion")
+        champion, new = Parent(uri=crowned.uri, digest=crowned.digest), Parent(uri=candidate, digest="d")
+        found = open_challenge(contexts.open_context(), "test", champion, new)
+        return found and found.policy.uri
+
+    def test_another_champion_ends_the_challenge(self, evaluation: Evaluation) -> None:
+        self.night(evaluation, "policy/test@2", "R" * 6 + "W" * 4, 0)
+        assert self.waiting("policy/test@3") == "policy/test@2"
+        evaluation("policy/test@4", "R")
+        store = open_default_store()
+        store.promote("policy/test@4", why="a person knows better", who="a person")
+        assert self.waiting("policy/test@3") is None
+        store.rollback("policy", "test", why="not better", who="a person")
+        assert self.waiting("policy/test@3") == "policy/test@2"
+
+    def test_of_two_that_pass_the_better_is_promoted_and_the_challenge_ends(self, evaluation: Evaluation) -> None:
+        self.night(evaluation, "policy/test@2", "R" * 6 + "W" * 4, 0)
+        both = self.night(evaluation, "policy/test@3", "R" * 10, 10, challenger="policy/test@2 RRRRRWWWWW")
+        assert (both.promote, both.policy) == (True, "policy/test@3")  # ten of ten against eleven of twenty
+        assert self.waiting("policy/test@4") is None
+
+    def test_a_run_that_is_started_again_after_its_promotion_decides_the_same(
+        self, evaluation: Evaluation, as_run: Any
+    ) -> None:
+        as_run("one")
+        self.night(evaluation, "policy/test@2", "R" * 6 + "W" * 4, 0)
+        as_run("two")
+        night = ("policy/test@3", "W" * 10, 10)
+        first = self.night(evaluation, *night, challenger="policy/test@2 RRRRRWWWWW")
+        history = open_default_store().aliases("policy", "test")
+        assert self.night(evaluation, *night, challenger="policy/test@2 RRRRRWWWWW") == first
+        assert open_default_store().aliases("policy", "test") == history
+
+    def test_without_new_problems_to_come_nobody_waits(self, evaluation: Evaluation) -> None:
+        unmoved = config(nights_a_year=10)
+        unmoved = unmoved.model_copy(update={"data": DataConfig(task="gcd")})
+        roles = {
+            "champion": evaluation("policy/test@1", "W" * 10),
+            "ppo": evaluation("policy/test@2", "R" * 6 + "WWWW"),
+        }
+        assert gate.fn(unmoved, roles).challenge is None
+
+
+def test_a_night_is_told_before_what_its_problems_can_show() -> None:
+    level = 0.05 / 365  # 0.000137: 1 / 2^12 is above, 1 / 2^13 below
+    assert power_sentence(200, level, nights=1) == (
+        "200 held-out problems show a gain of 0.17 or more with 80% probability, where the policies differ on 30% of "
+        "them (p of 0.00014 is needed); +0.08 needs 938"
+    )
+    assert power_sentence(12, level, nights=1) == (
+        "12 held-out problems are too few for this gate: even if all of them were better, p would be 0.00024, and "
+        "0.00014 is needed; it can promote nothing. Raise data.splits.evaluation, or lower gate.nights_a_year"
+    )
+    assert power_sentence(12, level, nights=3).endswith(
+        "only a challenger can pass, with the problems of several nights"
+    )
+    assert "too few" not in power_sentence(13, level, nights=1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infra.artifacts import ArtifactStore
-from rlhf_core.config import DataConfig, PipelineConfig
+from rlhf_core.config import DataConfig, GateConfig, PipelineConfig
 from tasks import showing
 from tasks.pictures import style
 from tasks.promote import gate, promote
@@ -153,7 +153,8 @@ def test_a_run_that_only_a_reward_model_judged_is_compared_promoted_and_reported
         return made("evaluate", "evaluation", {"outcomes.jsonl": rows}, **figures, **facts)
 
     evaluations = {"sft": evaluated("sft/test@1", 0.0, 0.5), "ppo": evaluated(policy.uri, 1.0, 1.5)}
-    config = PipelineConfig(name="test", data=DataConfig.model_validate({"preferences": "x.jsonl"}))
+    rules = GateConfig(year_error=0.8, nights_a_year=1)  # two problems pass it: p is 1 / 4, and 0.4 is needed
+    config = PipelineConfig(name="test", data=DataConfig.model_validate({"preferences": "x.jsonl"}), gate=rules)
     decision = gate.fn(config, evaluations)  # type: ignore[attr-defined]
     champion = promote.fn(decision)  # type: ignore[attr-defined]
     assert (decision.difference, champion) == (1.0, policy.uri)

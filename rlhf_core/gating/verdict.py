@@ -1,0 +1,67 @@
+"""What becomes of tonight's candidate, and of the challenger that waits. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rlhf_core.gating.paired_test import Tally, improvement_p, least_gain_shown
+from rlhf_core.gating.power import chance_to_pass
+
+PROMISING = 0.1
+"""A contender waits for more problems if it then passes with this probability at least."""
+
+
+class Contender(NamedTuple):
+    """A policy that may replace the champion."""
+
+    found: Tally
+    """Over all problems that it and the champion were asked, each problem once."""
+    more: int = 0
+    """New problems that the nights to come may bring it."""
+    is_better: bool = True
+    """Where scores have a size: whether their mean gain is above the least gain, too."""
+
+
+class Verdict(NamedTuple):
+    """What the gate decides; p-values are of the null that the gain is at most the least gain."""
+
+    level: float
+    """That each test had to reach."""
+    candidate_p: float
+    challenger_p: float | None = None
+    """None where no challenger waited."""
+    promoted: str | None = None
+    """`candidate` or `challenger`."""
+    waits: str | None = None
+    """Who is the challenger from now on."""
+
+
+def judge(candidate: Contender, challenger: Contender | None, *, level: float, min_gain: float = 0.0) -> Verdict:
+    """Return who is promoted, and who waits for more problems.
+
+    Tests of one comparison share its level. Of two that pass, the one with the higher lower bound is promoted. A
+    challenger goes on waiting while it may pass; else the candidate takes its place, if it may.
+
+    Args:
+        candidate: tonight's, over tonight's problems.
+        challenger: of an earlier night, over the problems since then; None if none waits.
+        level: all that tonight's tests may spend.
+        min_gain: that the true gain must exceed.
+    """
+    there = {"candidate": candidate} if challenger is None else {"challenger": challenger, "candidate": candidate}
+    share = level / len(there)
+    p = {name: improvement_p(each.found, min_gain) for name, each in there.items()}
+    verdict = Verdict(share, p["candidate"], p.get("challenger"))
+    passed = [name for name, each in there.items() if p[name] <= share and each.is_better]
+    if len(passed) > 1:
+        passed.sort(key=lambda name: -least_gain_shown(there[name].found, share))
+    if passed:
+        return verdict._replace(promoted=passed[0])
+    waits = (name for name, each in there.items() if _may_pass(each, level / 2, min_gain))
+    return verdict._replace(waits=next(waits, None))
+
+
+def _may_pass(each: Contender, level: float, min_gain: float) -> bool:
+    if each.more == 0 or level == 0 or not each.is_better or each.found.gain <= min_gain:
+        return False
+    return chance_to_pass(each.found, level, each.more) >= PROMISING

@@ -13,9 +13,10 @@ from tasks.context import Context, open_context
 from tasks.data import SPLITS, check_data, check_rows_fit, is_dataset, prepare_data, settle_dataset, settled, with_data
 from tasks.nights import check_data_are_named, tags_of_run
 from tasks.parents import wants_reward_model
-from tasks.plan import recalled, recorded, told_at
+from tasks.plan import recalled, recorded, settled_once, told_at
 from tasks.preflight import Trained, preflight, settle_models
 from tasks.progress import say
+from tasks.projects import in_project, told_project
 from tasks.results import StageResult
 
 BEGAN_WITH = "began with"
@@ -36,6 +37,7 @@ def begin(
     preset: str,
     data: str | None,
     *,
+    name: str | None = None,
     trains: Literal["ppo", "sft", "reward-model"] | None,
     reads: tuple[str, ...],
     actor: str | None = None,
@@ -49,6 +51,7 @@ def begin(
     Args:
         preset: name of a preset.
         data: a set by path, glob, `s3://` address or hub name, a `dataset/...` reference, or None: the preset's data.
+        name: the project; None makes one from preset and data.
         trains: the largest stage that is trained; its models must fit on this machine.
         reads: splits of the dataset that the flow reads.
         actor: policy that was named.
@@ -71,12 +74,13 @@ def begin(
     data = settle_dataset(context, data)
     before = recalled(context, _question(preset), dict[str, Any], by_all=True)
     values = before or preset_values(preset)
-    draft = _draft(context, preset, data, values, {**parameters, "goes_on": before is not None})
+    draft = _draft(context, preset, data, values, {"name": name, "goes_on": before is not None, **parameters})
     stages = _training(draft.config, trains, reads, **given)
     config = preflight(draft.config, trains=trains, stages=stages, **given)
     draft = draft._replace(config=config)
     # Only from here on: a mistake in the preset, which was refused above, can be corrected and the run tried again.
     recorded(context, _question(preset), dict[str, Any], values, by_all=True)
+    _say_project(context, config)
     if not is_dataset(data):  # of a stored one nothing can change; of files, what their rows are for is seen in them
         config = recorded(context, "draft", Draft, draft).config
     missing: ConfigError | ReferenceNotFoundError | None = None
@@ -110,7 +114,19 @@ def _draft(
         return before
     draft = draft_of(preset, data=data, values=values, **parameters)
     check_data_are_named(tags_of_run(), draft.config, data)
-    return draft._replace(config=with_data(draft.config, data))
+    config = with_data(draft.config, data)
+    named = parameters.get("name") is not None or "name" in (parameters.get("overrides") or {})
+    return draft._replace(config=in_project(config, values, named=named))
+
+
+def _say_project(context: Context, config: PipelineConfig) -> None:
+    """Say which project a run is of, once for all its flows."""
+
+    def told() -> str:
+        say("project", told_project(config))
+        return config.name
+
+    settled_once(context, f"project {config.name}", str, told, by_all=True)
 
 
 def _say_as_it_began(context: Context, preset: str, begun: Begun) -> None:

@@ -26,21 +26,24 @@ def evaluate(
     data: str | None = None,
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
+    name: str | None = None,
 ) -> dict[str, StageResult]:
     """Evaluate a policy, and beside it what PPO started from, the base model, and the champion.
 
     Args:
         preset: name of a preset.
         model: base model: packaged name, directory, or hub name (`org/name@revision`).
-        actor: policy to evaluate; default: the latest of the preset.
-        reward_model: scores the answers where `evaluation.judge` is `reward_model`; default: the latest of the preset.
+        actor: policy to evaluate; default: the latest of the project.
+        reward_model: scores the answers where `evaluation.judge` is `reward_model`; default: the latest of the project.
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         seed: seed of the problems.
         overrides: configuration by dotted key.
+        name: the project, after which artifacts are named; default: made from preset and data.
     """
     config, dataset, actor, reward_model = begin(
         preset,
         data,
+        name=name,
         trains=None,
         reads=("evaluation",),
         actor=actor,

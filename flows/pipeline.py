@@ -37,6 +37,7 @@ def pipeline(
     episodes: int | None = None,
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
+    name: str | None = None,
 ) -> Decision:
     """Turn a base model, problems and preferences into an aligned model, and promote it if it is better.
 
@@ -49,11 +50,13 @@ def pipeline(
         episodes: number of PPO episodes.
         seed: seed of everything random.
         overrides: configuration by dotted key.
+        name: the project, after which artifacts are named; default: made from preset and data.
     """
     started = time.monotonic()
     config, dataset, actor, reward_model = begin(
         preset,
         data,
+        name=name,
         trains="ppo",
         reads=SPLITS,
         actor=actor,
@@ -66,6 +69,7 @@ def pipeline(
     tell_power(config, dataset)
     common: dict[str, Any] = {
         "preset": preset,
+        "name": config.name,
         "model": model,
         "data": dataset.uri,
         "seed": seed,

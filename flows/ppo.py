@@ -35,22 +35,25 @@ def ppo(
     episodes: int | None = None,
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
+    name: str | None = None,
 ) -> StageResult:
     """Improve a policy with PPO; goes on from the last committed episode of the same configuration and inputs.
 
     Args:
         preset: name of a preset.
         model: base model: packaged name, directory, or hub name (`org/name@revision`).
-        actor: policy to start from; default: the latest SFT model of the preset.
-        reward_model: reward model; default: the latest of the preset, where the preset gives it weight.
+        actor: policy to start from; default: the latest SFT model of the project.
+        reward_model: reward model; default: the latest of the project, where the preset gives it weight.
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         episodes: number of episodes.
         seed: seed of everything random.
         overrides: configuration by dotted key.
+        name: the project, after which artifacts are named; default: made from preset and data.
     """
     config, dataset, actor, reward_model = begin(
         preset,
         data,
+        name=name,
         trains="ppo",
         reads=("ppo",),
         actor=actor,

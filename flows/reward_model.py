@@ -27,19 +27,29 @@ def reward_model(
     data: str | None = None,
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
+    name: str | None = None,
 ) -> list[StageResult]:
     """Return preference pairs (a file's, or the SFT model's own samples ordered by the verifier) and a reward model.
 
     Args:
         preset: name of a preset.
         model: base model: packaged name, directory, or hub name (`org/name@revision`).
-        actor: SFT model whose trunk it starts from; default: the latest of the preset.
+        actor: SFT model whose trunk it starts from; default: the latest of the project.
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         seed: seed of everything random.
         overrides: configuration by dotted key.
+        name: the project, after which artifacts are named; default: made from preset and data.
     """
     config, dataset, actor, _ = begin(
-        preset, data, trains="reward-model", reads=(), actor=actor, model=model, seed=seed, overrides=overrides
+        preset,
+        data,
+        name=name,
+        trains="reward-model",
+        reads=(),
+        actor=actor,
+        model=model,
+        seed=seed,
+        overrides=overrides,
     )
     policy = find_policy(config, actor)
     pairs = collect_preferences(config, dataset.parent, policy)

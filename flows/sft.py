@@ -25,6 +25,7 @@ def sft(
     data: str | None = None,
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
+    name: str | None = None,
 ) -> StageResult:
     """Fine-tune the base model, or go on from another, on demonstrations.
 
@@ -35,9 +36,10 @@ def sft(
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         seed: seed of everything random.
         overrides: configuration by dotted key.
+        name: the project, after which artifacts are named; default: made from preset and data.
     """
     config, dataset, actor, _ = begin(
-        preset, data, trains="sft", reads=("sft",), actor=actor, model=model, seed=seed, overrides=overrides
+        preset, data, name=name, trains="sft", reads=("sft",), actor=actor, model=model, seed=seed, overrides=overrides
     )
     trained = train_sft(config, dataset.parent, actor)
     show_training(trained)

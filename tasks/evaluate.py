@@ -16,6 +16,7 @@ from tasks.models import load_policy, load_reward_model
 from tasks.parents import ancestors, base_model, base_of, resolve_reward_model
 from tasks.plan import settled_once
 from tasks.progress import Progress, say
+from tasks.projects import champion_of, expected_champion, latest_reference
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.source import source_digest
@@ -73,7 +74,7 @@ def evaluate_policy(
 
 @stage_task(name="find-judge")
 def find_judge(config: PipelineConfig, reward_model: str | None) -> Parent | None:
-    """Return the reward model that scores answers: the one that is named, or the preset's latest; None if none does.
+    """Return the reward model that scores answers: the one that is named, or the project's latest; None if none does.
 
     Raises:
         ConfigError: one is needed, and there is none yet.
@@ -93,7 +94,7 @@ def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]
 
     Args:
         config: the preset.
-        policy: reference of the new policy; None takes `policy/<name>@latest`.
+        policy: reference of the new policy; None takes the project's latest.
     """
     context = open_context()
 
@@ -101,6 +102,11 @@ def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]
         roles = _contestants(context, config, policy)
         told = ", ".join(f"{role} {parent.uri}" for role, parent in roles.items())
         say("evaluate", told if "champion" in roles else f"{told}; there is no champion yet")
+        if "champion" in roles and not expected_champion(roles["ppo"].uri, roles["champion"].uri):
+            say(
+                "evaluate",
+                f"{roles['champion'].uri} was promoted by an earlier release, for the same task: it stands in",
+            )
         return {role: parent.model_copy(update={"path": None}) for role, parent in roles.items()}
 
     found: dict[str, Parent] = settled_once(context, "contestants", dict[str, Parent], find)
@@ -109,7 +115,7 @@ def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]
 
 
 def _contestants(context: Context, config: PipelineConfig, policy: str | None) -> dict[str, Parent]:
-    manifest = context.store.resolve(policy or f"policy/{config.name}@latest")
+    manifest = context.store.resolve(policy or latest_reference(context, config, "policy"))
     base = base_model(context, config)
     roles = {"base": base} if base.digest in ancestors(context, manifest.ref.uri) else {}
     for parent in manifest.parents:
@@ -117,10 +123,9 @@ def _contestants(context: Context, config: PipelineConfig, policy: str | None) -
         if role is not None:
             roles[role] = Parent(uri=parent.uri, digest=parent.digest)
     roles["ppo"] = Parent(uri=manifest.ref.uri, digest=manifest.digest)
-    champion = context.store.alias("policy", manifest.name, "champion")
+    champion = champion_of(context, config, manifest.name)
     if champion is not None:
-        crowned = context.store.resolve(champion)
-        roles["champion"] = Parent(uri=crowned.ref.uri, digest=crowned.digest)
+        roles["champion"] = Parent(uri=champion.ref.uri, digest=champion.digest)
     incumbent = incumbent_of(roles)
     if incumbent is not None:
         challenge = open_challenge(context, manifest.name, roles[incumbent], roles["ppo"])

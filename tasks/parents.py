@@ -15,6 +15,7 @@ from tasks.context import Context, open_context
 from tasks.models import read_base
 from tasks.plan import settled_once
 from tasks.progress import say
+from tasks.projects import latest_reference, of_other_projects, versions
 from tasks.results import Parent
 from tasks.task_errors import stage_task
 
@@ -24,7 +25,7 @@ BASE_MODEL = "model/base"
 
 @stage_task(name="find-policy")
 def find_policy(config: PipelineConfig, reference: str | None) -> Parent:
-    """Return the policy that a reference names, or the preset's latest SFT model, or its base model."""
+    """Return the policy that a reference names, or the project's latest SFT model, or the preset's base model."""
     return resolve_policy(open_context(), config, reference)
 
 
@@ -87,7 +88,7 @@ def settle_policy(context: Context, config: PipelineConfig, reference: str | Non
     Args:
         context: the open context.
         config: the preset.
-        reference: of `resolve_policy`; None: the preset's latest.
+        reference: of `resolve_policy`; None: the project's latest.
         trained: whether the latest that PPO has made is meant, not what it starts from.
 
     Returns:
@@ -96,7 +97,7 @@ def settle_policy(context: Context, config: PipelineConfig, reference: str | Non
     if reference == BASE_MODEL or _is_exact(reference):
         resolve_policy(context, config, reference)
         return str(reference)
-    wanted = f"policy/{config.name}@latest" if trained and reference is None else reference
+    wanted = latest_reference(context, config, "policy") if trained and reference is None else reference
 
     def find() -> Parent:
         found = resolve_policy(context, config, wanted)
@@ -139,11 +140,12 @@ def _artifact(uri: str) -> tuple[str, str]:
 
 def _told_start(context: Context, config: PipelineConfig, found: Parent) -> str:
     """Return what PPO starts from where nobody named anything, and what else there was."""
-    count = len(context.store.list("sft", config.name))
+    count = len(versions(context, config, "sft"))
     others = f"of {counted(count, 'version')} of sft/{config.name}"
     if not found.uri.startswith(EXTERNAL_PREFIX):
         return f"{found.uri}, the latest SFT model that was made from {config.model.path}, {others}"
-    why = f"none {others} was made from it" if count else f"there is no sft/{config.name} yet"
+    none = f"there is no sft/{config.name} yet{of_other_projects(context, 'sft')}"
+    why = f"none {others} was made from it" if count else none
     return f"the base model {config.model.path}: {why}"
 
 
@@ -167,7 +169,7 @@ def resolve_policy(context: Context, config: PipelineConfig, reference: str | No
 
     Args:
         context: the open context.
-        config: the preset; names the SFT model to look for, and says whether the base model may stand in.
+        config: names the project whose SFT models are looked at, and says whether the base model may stand in.
         reference: `sft/...`, `policy/...`, BASE_MODEL for the preset's base model, or None: the latest SFT model
             that was made from the preset's base model.
     """
@@ -178,15 +180,15 @@ def resolve_policy(context: Context, config: PipelineConfig, reference: str | No
     base = base_model(context, config)
     if reference == BASE_MODEL:
         return base
-    latest = _latest_from(context, "sft", config.name, base)
+    latest = _latest_from(context, config, "sft", base)
     if latest is not None:
         return _as_parent(latest)
     if config.bootstrap:
         return base
     raise ConfigError(
-        f"no SFT model sft/{config.name} made from {config.model.path} exists yet: run "
-        f"`rlhf run sft/quickstart -p preset={config.name}` first, name another with the parameter `actor`, or set "
-        "`bootstrap: true` in the preset to start from the base model"
+        f"no SFT model sft/{config.name} made from {config.model.path} exists yet{of_other_projects(context, 'sft')}: "
+        f"run `rlhf run sft/quickstart {_same_project(config)}` with the same data first, name another with the "
+        "parameter `actor`, or set `bootstrap: true` in the preset to start from the base model"
     )
 
 
@@ -198,12 +200,13 @@ def resolve_reward_model(context: Context, config: PipelineConfig, reference: st
         return _as_parent(manifest)
     if not wants_reward_model(config):
         return None
-    latest = _latest_from(context, "reward-model", config.name, base_model(context, config))
+    latest = _latest_from(context, config, "reward-model", base_model(context, config))
     if latest is None:
         raise ConfigError(
-            f"no reward model reward-model/{config.name} made from {config.model.path} exists yet: run "
-            f"`rlhf run reward-model/quickstart -p preset={config.name}` first, or set the override "
-            "ppo.reward.reward_model to 0 (and ppo.critic_init to policy, evaluation.judge to verifier)"
+            f"no reward model reward-model/{config.name} made from {config.model.path} exists yet"
+            f"{of_other_projects(context, 'reward-model')}: run `rlhf run reward-model/quickstart "
+            f"{_same_project(config)}` with the same data first, name another with `reward_model`, or set "
+            "the override ppo.reward.reward_model to 0 (and ppo.critic_init to policy, evaluation.judge to verifier)"
         )
     return _as_parent(latest)
 
@@ -224,9 +227,14 @@ def ancestors(context: Context, uri: str) -> set[str]:
     return {node.ref.digest for node in found}
 
 
-def _latest_from(context: Context, kind: str, name: str, base: Parent) -> Manifest | None:
-    """Return the newest version that came from this very base model: another one's weights would not fit."""
-    for manifest in reversed(context.store.list(kind, name)):
+def _same_project(config: PipelineConfig) -> str:
+    """Return the parameters with which another stage is of the same project."""
+    return f"-p preset={config.preset or config.name} -p name={config.name}"
+
+
+def _latest_from(context: Context, config: PipelineConfig, kind: str, base: Parent) -> Manifest | None:
+    """Return the project's newest version that came from this very base model: another one's weights would not fit."""
+    for manifest in reversed(versions(context, config, kind)):
         if base.digest in ancestors(context, manifest.ref.uri):
             return manifest
     return None

@@ -134,10 +134,17 @@ def _started_again_with(run: FlowRun) -> str:
 
 
 def _given(here: FlowRunContext) -> Mapping[str, Any]:
-    """Return the arguments of a flow that are other than its defaults."""
+    """Return the arguments of a flow that are other than its defaults, without the project's name.
+
+    All flows of a run have that in common, and earlier releases, whose runs go on, did not hand it on.
+    """
     defaults = {} if here.flow is None else inspect.signature(here.flow.fn).parameters
     given = here.parameters or {}
-    return {name: value for name, value in given.items() if name not in defaults or defaults[name].default != value}
+    return {
+        name: value
+        for name, value in given.items()
+        if name != "name" and (name not in defaults or defaults[name].default != value)
+    }
 
 
 def _read(asker: Asker, question: str, kind: Any, answer: Any) -> Any:

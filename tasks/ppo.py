@@ -140,7 +140,7 @@ def _with_code_of_now(context: Context, before: PPORun, now: PPORun) -> PPORun:
 
 
 def finished_policy(run: PPORun, *, reused: bool) -> StageResult | None:
-    """Return the run's policy, under its preset's name, if the store holds it."""
+    """Return the run's policy, under its project's name, if the store holds it."""
     manifest = find_made(open_context(), "policy", run.preset, run.key)
     if manifest is None:
         return None

@@ -18,6 +18,7 @@ from tasks.error_budget import spend
 from tasks.evaluate import OUTCOMES, REWARD_MODEL
 from tasks.plan import settled_once
 from tasks.progress import say
+from tasks.projects import expected_champion, why_not_comparable
 from tasks.results import SHOWN_CONFIDENCE, Challenge, Decision, Night, Parent, StageResult
 from tasks.stages import stage_result
 from tasks.taken_over import leave_if_taken_over
@@ -55,10 +56,12 @@ def _decide(context: Context, config: PipelineConfig, evaluations: dict[str, Sta
     incumbent = evaluations[role]
     opponent = str(incumbent.metrics["policy"])
     champion = opponent if role == "champion" else None
-    if _policy(candidate).digest == _policy(incumbent).digest:
-        reason = f"{policy} {_since(opponent) if champion else f'holds the very weights of {opponent} ({role})'}"
+    refusal = why_not_comparable(context, config, policy, opponent) if champion else None
+    if refusal is None and _policy(candidate).digest == _policy(incumbent).digest:
+        refusal = f"{policy} {_since(opponent) if champion else f'holds the very weights of {opponent} ({role})'}"
+    if refusal is not None:
         return Decision(
-            promote=False, reason=reason, policy=policy, incumbent=opponent, champion=champion,
+            promote=False, reason=refusal, policy=policy, incumbent=opponent, champion=champion,
             difference=0.0, low=0.0, high=0.0,
         )  # fmt: skip
     tonight = _Case.of(context, config, [_night(candidate, incumbent)], _policy(candidate))
@@ -118,7 +121,8 @@ def promote(decision: Decision) -> str | None:
     who = f"run {context.flow_run}" if context.flow_run else "a run without Prefect"
     if decision.promote and not (context.flow_run and _has_moved(context, name, who, decision.policy)):
         leave_if_taken_over()
-        context.store.set_alias(decision.policy, "champion", why=decision.reason, who=who, expected=decision.champion)
+        expected = expected_champion(decision.policy, decision.champion)
+        context.store.set_alias(decision.policy, "champion", why=decision.reason, who=who, expected=expected)
     if decision.challenge is not None:
         leave_if_taken_over()
         record_challenge(context, decision.challenge, who)

@@ -55,6 +55,7 @@ class PPORun(Plain):
     """Name of the run's `ppo-state` artifacts and of its cluster."""
     key: str
     preset: str
+    """The project; in runs that earlier releases recorded, it is the preset's name."""
     config: PipelineConfig
     """As it was resolved when the run began."""
     actor: Parent

@@ -21,7 +21,7 @@ _WORDS = {
     "object": """a mapping such as '{"ppo.lr": 1e-5}'""",
     "null": "null",
 }
-_PARAMETER_OF = {"model.path": "model", "ppo.episodes": "episodes", "seed": "seed"}
+_PARAMETER_OF = {"name": "name", "model.path": "model", "ppo.episodes": "episodes", "seed": "seed"}
 _LONGEST_SHOWN = 120
 
 
@@ -130,7 +130,7 @@ def check_configuration(parameters: Mapping[str, Any], tags: Sequence[str] = ())
     from flows.presets import draft_of
     from tasks.nights import check_data_are_named
 
-    names = ("data", "model", "episodes", "seed", "overrides")
+    names = ("data", "name", "model", "episodes", "seed", "overrides")
     draft = draft_of(parameters["preset"], **{name: parameters[name] for name in names if name in parameters})
     check_data_are_named(tags, draft.config, parameters.get("data"))
 

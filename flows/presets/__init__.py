@@ -81,6 +81,7 @@ def draft_of(
     preset: str,
     *,
     data: str | None = None,
+    name: str | None = None,
     model: str | None = None,
     episodes: int | None = None,
     seed: int | None = None,
@@ -96,6 +97,7 @@ def draft_of(
     Args:
         preset: as of `resolve`, like the rest.
         data: the run's own data, or a stored dataset; None takes the preset's.
+        name: the project; None leaves the preset's name.
         model: of `resolve`.
         episodes: of `resolve`.
         seed: of `resolve`.
@@ -108,7 +110,7 @@ def draft_of(
     """
     preset_says = preset_values(preset) if values is None else values
     values = deepcopy(dict(preset_says))
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {} if name is None else {"name": name}
     if model is not None:
         changes |= {"model.path": model, "model.num_parameters": None}
     if episodes is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import Config, Positive
 from rlhf_core.config.data import DataConfig, TemplateConfig
@@ -52,8 +53,11 @@ class GateConfig(Config):
 class PipelineConfig(Config):
     """A preset: one whole chain."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
-    """Artifacts are named after it: `policy/<name>`."""
+    name: str
+    """The project, after which artifacts are named: `policy/<name>`. 1 to 63 lower-case letters, digits and dashes."""
+    preset: str | None = None
+    """Name of the preset that the run began from; the run sets it. None in what earlier releases stored: there `name`
+    is the preset's."""
     bootstrap: bool = False
     """Take the base model where a stage's parent does not exist yet."""
     seed: int = Field(0, ge=0, lt=2**32)
@@ -65,6 +69,16 @@ class PipelineConfig(Config):
     ppo: PPOConfig = PPOConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     gate: GateConfig = GateConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _a_name_of_artifacts(cls, name: str) -> str:
+        if re.fullmatch("[a-z0-9][a-z0-9-]{0,62}", name) is None:
+            raise ValueError(
+                "name must be 1 to 63 lower-case letters, digits and dashes, of which the first is no dash, but it is "
+                f"{name!r:.200}"
+            )
+        return name
 
     @model_validator(mode="after")
     def _an_episode_has_enough_prompts(self) -> Self:

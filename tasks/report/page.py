@@ -25,12 +25,12 @@ from tasks.context import root_flow_run
 def show_markdown(what: str, reference: str, markdown: str, *, seen_at_once: str) -> None:
     """Put markdown on the page of the run that is going on; nothing outside a run.
 
-    Its key is the same in every run of a preset, and another for another preset: the server lists keys with the latest
+    Its key is the same in every run of a project, and another in another project: the server lists keys with the latest
     artifact of each.
 
     Args:
         what: it shows, such as `report`.
-        reference: of the artifact that it tells of, which is named after its preset.
+        reference: of the artifact that it tells of, which is named after its project.
         markdown: the page.
         seen_at_once: the description; its first line is seen without a click.
     """

@@ -41,7 +41,13 @@ def command(
     model: Path, *, seed: int = 0, episodes: int = EPISODES, deployment: str = "quickstart", **further: object
 ) -> list[str]:
     """`rlhf run`, small: a model that has just learnt the form of an answer, and few problems."""
-    known = {"model": str(model), "episodes": episodes, "seed": seed, "overrides": json.dumps(small(**further))}
+    known = {
+        "name": "quickstart",
+        "model": str(model),
+        "episodes": episodes,
+        "seed": seed,
+        "overrides": json.dumps(small(**further)),
+    }
     given = [part for name, value in known.items() for part in ("-p", f"{name}={value}")]
     return ["rlhf", "run", deployment, *given]
 

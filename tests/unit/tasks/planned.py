@@ -140,7 +140,7 @@ class Planned(RuleBasedStateMachine):
     def start(self, run: str, *, answers: int = MOST_ANSWERS) -> Found:
         """Return what a run finds out when it is started, and is killed where it would record one answer more."""
         self.left = answers
-        model = {"model": str(self.model), "overrides": SMALL}
+        model = {"name": "quickstart", "model": str(self.model), "overrides": SMALL}
         flow, actor, reward_model, seed = self.parameters[run]
         self.asker = Asker(run, flow)
         reward_model = None if flow in {"sft", "reward-model"} else reward_model  # they take none

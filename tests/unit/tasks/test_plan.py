@@ -265,9 +265,8 @@ def own_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
 
 
 def begin(data: Path | str, model: Path, **parameters: Any) -> Begun:
-    found: Begun = beginning.begin(
-        "quickstart", str(data), trains="sft", reads=("sft",), model=str(model), overrides=SMALL, **parameters
-    )
+    flow = {"name": "quickstart", "trains": "sft", "reads": ("sft",)}
+    found: Begun = beginning.begin("quickstart", str(data), **flow, model=str(model), overrides=SMALL, **parameters)
     return found
 
 

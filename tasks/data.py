@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from infra.artifacts.ref import enumerate_names, parse_reference
 from rlhf_core.config import DataConfig, PipelineConfig
+from rlhf_core.config.lint import LintConfig
 from rlhf_core.config.ppo import BATCHES
 from rlhf_core.config.sizes import SPLITS as SIZES_OF_SPLITS
 from rlhf_core.config.sizes import Sizes, as_they_are, settle, shortage, told_changes, with_sizes
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
 _DATA = "data"
 REPORT, FACTS, REJECTED = "report.md", "report.json", "rejected.jsonl"
+MOST_SAID = 6
+"""Findings of the linter that the log tells; the report tells all."""
 
 
 def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
@@ -92,14 +95,15 @@ def prepare_data(
 
     before = made_before(context, "data")  # a run goes on with the data that it began with
     if before is not None:
-        _show(context, before)
+        _tell(context, before)
         return before
     template = _template(context, config)
     sets = _read_as_it_began(context, config, template)
     source = source_digest("data")
     sizes = sizes or as_they_are(config)
+    linted = set() if config.data.lint != LintConfig() else {"lint"}  # as it is, it changes no row
     facts = {
-        "data": config.data.model_dump(mode="json", exclude={*SOURCES, "splits"}),
+        "data": config.data.model_dump(mode="json", exclude={*SOURCES, "splits", *linted}),
         "sizes": sizes.decide_splits(),
         "limits": _limits(config),
         "timeout_s": config.ppo.reward.timeout_s,
@@ -127,7 +131,7 @@ def prepare_data(
         "data",
         lambda: reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=key(), make=make),
     )
-    _show(context, found)
+    _tell(context, found)
     return found
 
 
@@ -427,6 +431,22 @@ def _line(made: Prepared) -> str:
     if check is not None:
         parts.append(str(check))
     return "; ".join(part for part in parts if part)
+
+
+def _tell(context: Context, dataset: StageResult) -> None:
+    """Tell what is to be known of a dataset, whether it was made tonight or before."""
+    _say_findings(context, dataset)
+    _show(context, dataset)
+
+
+@only_shows("the linter's findings in the log", deadline_s=DEADLINE_S)
+def _say_findings(context: Context, dataset: StageResult) -> None:
+    facts = json.loads(context.store.read_bytes(context.store.resolve(dataset.uri), FACTS))
+    found = facts.get("lint", [])  # earlier versions had no linter
+    for each in found[:MOST_SAID]:
+        say("data", f"lint {each['rule']}: {each['sentence']}")
+    if len(found) > MOST_SAID:
+        say("data", f"lint: {counted(len(found) - MOST_SAID, 'more finding')} in the report of {dataset.uri}")
 
 
 @only_shows("the page of the data in Prefect", deadline_s=DEADLINE_S)

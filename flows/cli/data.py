@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli import output
-from flows.cli.output import Json, write_json
+from flows.cli.output import Flag, Json, write_json
 from rlhf_core.counting import counted
 from rlhf_core.escaping import one_line, visible
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.config import PipelineConfig
     from rlhf_core.data import PromptTemplate
+    from rlhf_core.data.linting import Finding
     from rlhf_core.data.preparing import Checked, DataReport, SetReport
     from rlhf_core.data.preparing.lengths import TokenCounts
     from rlhf_core.data.preparing.report import RowsReport, Sample
@@ -45,11 +46,13 @@ def check(
     role: Role | None = None,
     subset: str | None = None,
     split: str = "train",
+    strict: Flag = False,
     as_json: Json = False,
 ) -> int:
     """Show what sets hold, and what of them cannot be used, or with a preset what its run would refuse; needs no stack.
 
     The exit status is 1 where something would be refused. Several sets are also checked for prompts that they share.
+    A linter tells faults of rows that can be used.
 
     Args:
         paths: files, directories, globs, `s3://` addresses or hub names.
@@ -59,6 +62,7 @@ def check(
         role: what the sets are for; found out when left out.
         subset: of a hub dataset that has several.
         split: of a hub dataset, and of a directory whose files are named for splits.
+        strict: fail where the linter finds anything, too.
         as_json: print JSON.
 
     Raises:
@@ -85,7 +89,8 @@ def check(
         _write_json(checked, overlaps, preset)
     else:
         _show(checked, overlaps, preset, model=config.model.path if standard.template is not None else None)
-    return int(bool(overlaps) or any(each.refusals for each in checked))
+    found = strict and any(each.findings for each in checked)
+    return int(found or bool(overlaps) or any(each.refusals for each in checked))
 
 
 def _overlaps(checked: Sequence[Checked]) -> list[Overlap]:
@@ -163,6 +168,8 @@ def _show_set(console: Console, checked: Checked, *, preset: str, model: str | N
     _show_facts(console, checked.facts, checked.rows)
     if checked.facts.rejected:
         _show_rejected(console, checked.facts)
+    if checked.findings:
+        _show_findings(console, checked.findings)
     if model is None:
         _title(console, f"Lengths are not known: the model of preset {preset} is not on this machine")
     else:
@@ -222,6 +229,20 @@ def _show_rejected(console: Console, facts: SetReport) -> None:
     table.add_column("the first", overflow="fold")
     for reason, count in facts.reasons.items():
         table.add_row(f"{count:,}", reason, facts.examples[reason])
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+
+
+def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """Show what the linter found: how much, the first of it, and what to do."""
+    _title(console, "Lint")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("rule", style="yellow", no_wrap=True)
+    table.add_column("rows", justify="right")
+    table.add_column("what is seen, and first where", overflow="fold")
+    table.add_column("what to do", overflow="fold", max_width=_BAR * 2)
+    for each in findings:
+        seen = f"{each.says}; {each.example}" if each.accused else each.says
+        table.add_row(each.rule, f"{len(each.accused):,}" if each.accused else "", Text(visible(seen)), each.advice)
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 

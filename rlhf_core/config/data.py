@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_core.config.base import Config
+from rlhf_core.config.lint import LintConfig
 
 
 class TagConfig(Config):
@@ -140,6 +141,9 @@ class DataConfig(Config):
     """What becomes of a row that cannot be read: an error, or it is counted, named and left out."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """The same of a row that is longer than its stage's limit."""
+    lint: LintConfig = LintConfig()
+    """What becomes of rows that can be read and seem to have a fault: a word for all rules (`warn`, `refuse`, `drop`,
+    `off`), or for each."""
     heldout_fraction: float = Field(0.1, ge=0, lt=1)
     """Share of the prompts that are held out for evaluation, by the hash of each, and never learnt from, in whichever
     set they stand; no effect where `evaluation` is given. Raised later, it holds out what was learnt before."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config.sizes import as_they_are, settle, told_changes
 from rlhf_core.counting import counted
+from rlhf_core.data.linting import LintSet, lint_set
 from rlhf_core.data.preparing.lengths import PAIRS, TokenMeter, too_long
 from rlhf_core.data.preparing.prepare import prepare, read_sets, role_of, with_source
 from rlhf_core.data.preparing.report import (
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.config import PipelineConfig, SourceConfig
     from rlhf_core.config.sizes import Sizes
+    from rlhf_core.data.linting import Finding
     from rlhf_core.data.reading import Access, ReadSet, RejectedRow, Role
     from rlhf_core.data.template import PromptTemplate
 
@@ -64,6 +66,8 @@ class Checked:
     """What would be refused or left out under limits that nobody has asked for."""
     sizes: str | None = None
     """Which sizes would follow the set, in a sentence; None where none would."""
+    findings: tuple[Finding, ...] = ()
+    """Of the linter."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -76,6 +80,7 @@ class Checked:
             "refused": list(self.refusals),
             "notes": list(self.notes),
             "sizes": self.sizes,
+            "lint": [each.as_dict() for each in self.findings],
         }
 
 
@@ -121,7 +126,14 @@ def check_source(
         notes = _beyond_limits(config, role, read, meter)
     rows = describe_rows(read.rows, f"data.{role}", meter)
     facts = describe_set(role, read)
-    return Checked(source.path, role, read, facts, rows, report, tuple(dict.fromkeys(refusals)), tuple(notes), sizes)
+    findings = report.findings if report is not None else _findings(config, role, read, meter)
+    told = tuple(dict.fromkeys(refusals))
+    return Checked(source.path, role, read, facts, rows, report, told, tuple(notes), sizes, findings)
+
+
+def _findings(config: PipelineConfig, role: Role, read: ReadSet[Any], meter: TokenMeter | None) -> tuple[Finding, ...]:
+    limit = config.reward_model.max_length if role == "preferences" else None
+    return tuple(lint_set(LintSet.of(role, read, meter, limit), config.data.lint))
 
 
 def shared_prompts(one: Checked, other: Checked) -> list[str]:

@@ -10,6 +10,7 @@ from rlhf_core.config import DataConfig
 from rlhf_core.config.data import SplitsConfig
 from rlhf_core.config.sizes import Supply, as_they_are, settle, shortage, split_key
 from rlhf_core.data.gym import draw_problems
+from rlhf_core.data.linting import lint_sets
 from rlhf_core.data.preparing.lengths import PAIRS, Fitting, TooLong, too_long
 from rlhf_core.data.preparing.report import (
     MOST_REJECTED,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.config import PipelineConfig, SourceConfig
     from rlhf_core.config.sizes import Sizes
+    from rlhf_core.data.linting import Finding
     from rlhf_core.data.preferences import PreferencePair
     from rlhf_core.data.preparing.lengths import TokenMeter
     from rlhf_core.data.problems import Problem
@@ -147,13 +149,17 @@ def prepare(
         reads: splits that the run reads; the others may come to nothing where there is no room.
 
     Raises:
-        DataError: if sets share prompts, there is too little, or the verifier accepts nothing.
+        DataError: if sets share prompts, there is too little, the verifier accepts nothing, or the linter finds what
+            data.lint refuses.
         ConfigError: if nothing says how a prompt is put to the model.
     """
-    pool_of, fitting = choose_pools(config.data, sets), Fitting(config, meter)
     asked = sizes or as_they_are(config)
     wishes = {split: asked.wanted[split_key(split)] for split in SPLITS}
     sides = Sides.of(config.data, sets, wishes, pairs=config.reward_model.pairs)
+    sets, findings = lint_sets(
+        sets, config, meter, is_held_out=lambda name, key: sides.of_prompt(name, key) == EVALUATION
+    )
+    pool_of, fitting = choose_pools(config.data, sets), Fitting(config, meter)
     pools = {name: file_pool(name, read) for name, read in sets.items()}
     if TASK in pool_of.values():
         given = {problem.key for pool in pools.values() for problem in pool.rows}
@@ -190,7 +196,7 @@ def prepare(
         origins[PAIRS] = f"data.preferences{out}"
     described, exceeding = _describe(config, splits, pairs, origins, meter)
     too_long = (*fitting.left_out, *exceeding)
-    report = _report(config, sets, described, too_long, verifier_check)
+    report = _report(config, sets, described, too_long, verifier_check, findings)
     return Prepared(splits, pairs, report, filled, tuple(faults), settled.for_all)
 
 
@@ -282,6 +288,7 @@ def _report(
     described: dict[str, RowsReport],
     too_long: tuple[TooLong, ...],
     verifier_check: VerifierCheck | None,
+    findings: tuple[Finding, ...],
 ) -> DataReport:
     rejected = [asdict(row) for read in sets.values() for row in read.rejected]
     return DataReport(
@@ -293,4 +300,5 @@ def _report(
         too_long,
         verifier_check,
         tuple(rejected[:MOST_REJECTED]),
+        findings,
     )

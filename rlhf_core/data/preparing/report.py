@@ -14,6 +14,7 @@ from rlhf_core.escaping import code, prose, table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from rlhf_core.data.linting import Finding
     from rlhf_core.data.preparing.lengths import Lengths, PairLengths, TokenMeter, TooLong
     from rlhf_core.data.preparing.requirements import VerifierCheck
     from rlhf_core.data.problems import Problem
@@ -44,6 +45,8 @@ class DataReport:
     too_long: tuple[TooLong, ...]
     verifier_check: VerifierCheck | None
     rejected_rows: tuple[dict[str, str], ...]
+    findings: tuple[Finding, ...] = ()
+    """Of the linter."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, less the rejected rows, which have a file of their own."""
@@ -56,6 +59,7 @@ class DataReport:
             "splits": {name: rows_as_dict(each) for name, each in self.splits.items()},
             "too_long": [each._asdict() for each in self.too_long],
             "verifier": None,
+            "lint": [each.as_dict() for each in self.findings],
         }
         if self.verifier_check is not None:
             facts["verifier"] = self.verifier_check._asdict() | {"share": self.verifier_check.fraction}
@@ -189,6 +193,7 @@ def report_to_markdown(report: DataReport) -> str:
     if report.sets:
         parts += ["## What was read", _sources(report.sets)]
     parts += _rejections(report.sets)
+    parts += _lint(report.findings)
     parts += ["## What it became", _splits(report.splits), "No prompt is in two splits."]
     parts += _too_long(report)
     parts += _lengths(report.splits)
@@ -237,6 +242,25 @@ def _rejections(sets: Iterable[SetReport]) -> list[str]:
             parts.append(
                 "\n".join(f"* {code(key)}: {messages:,}; {prose(why)}" for key, messages, why in each.not_shown)
             )
+    return parts
+
+
+_EXAMPLES = 3
+_DONE = {"warn": "", "drop": ", left out", "refuse": ", refused"}
+
+
+def _lint(findings: Sequence[Finding]) -> list[str]:
+    """Return the findings of the linter, the first rows of each, and what to do."""
+    if not findings:
+        return []
+    parts = ["## Lint"]
+    for each in findings:
+        told = each.says
+        if each.accused:
+            told = f"{len(each.accused):,} of {each.of:,} rows of data.{each.role} {each.says}{_DONE[each.action]}"
+        shown = list(zip(each.named, each.accused, strict=True))[:_EXAMPLES]
+        lines = [f"* `{each.rule}`: {prose(told)}. {prose(each.advice[:1].upper() + each.advice[1:])}."]
+        parts.append("\n".join([*lines, *(f"    * {code(f'{where}: {accused.detail}')}" for where, accused in shown)]))
     return parts
 
 

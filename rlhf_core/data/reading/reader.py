@@ -5,24 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, cast, overload
 
 from rlhf_core.data.preferences import PreferencePair
 from rlhf_core.data.reading.messages import MessageView
+from rlhf_core.data.reading.rows import RejectedRow
 from rlhf_core.data.reading.sources import SourceRows, read_source, refuse_bad_rows, refuse_empty
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rlhf_core.config.data import SourceConfig
     from rlhf_core.data.problems import Problem
     from rlhf_core.data.reading.forms import Role
     from rlhf_core.data.reading.messages import NotShown
     from rlhf_core.data.reading.places import Access
-    from rlhf_core.data.reading.rows import RejectedRow
+    from rlhf_core.data.reading.sources import Origin
     from rlhf_core.data.template import PromptTemplate
 
 T = TypeVar("T")
@@ -57,6 +58,30 @@ class ReadSet(Generic[T]):
     """SHA-256 of all that was read, in order, with what the configuration makes of it."""
     not_shown: tuple[NotShown, ...] = ()
     """Keys of chat messages that are left out, the most frequent first."""
+    origins: tuple[Origin, ...] = ()
+    """Where each of the rows comes from."""
+    order: tuple[int, ...] = ()
+    """Which of the sources each of the rows is from."""
+    misspelt: tuple[tuple[str, str], ...] = ()
+    """Columns that nothing is read from, each with the field of ours that it seems to be meant for."""
+
+    def without(self, faults: Mapping[int, tuple[str, str]]) -> ReadSet[T]:
+        """Return the set less some of its rows, which count as rejected.
+
+        Args:
+            faults: by the row's place, from 0: the category of the fault, and the sentence.
+        """
+        kept = [place for place, _ in enumerate(self.rows) if place not in faults]
+        named = [(self.origins[place].where if self.origins else f"row {place + 1}", place) for place in sorted(faults)]
+        left = Counter(self.order[place] for place in kept) if self.order else Counter({0: len(kept)})
+        return replace(
+            self,
+            rows=tuple(self.rows[place] for place in kept),
+            rejected=self.rejected + tuple(RejectedRow(where, *faults[place]) for where, place in named),
+            sources=tuple(each._replace(kept=left[number]) for number, each in enumerate(self.sources)),
+            origins=tuple(self.origins[place] for place in kept if self.origins),
+            order=tuple(self.order[place] for place in kept if self.order),
+        )
 
 
 BadRows = Literal["refuse", "drop"]
@@ -126,26 +151,30 @@ def read_set(
     unique, duplicates = _without_duplicates(reads)
     order = _order(sources, unique)
     taken = [iter(rows) for rows in unique]
+    mixed = [next(taken[each]) for each in order]
     return ReadSet(
-        rows=tuple(next(taken[each]) for each in order),
+        rows=tuple(row for row, _ in mixed),
         rejected=tuple(row for read in reads for row in read.rejected),
         duplicates=duplicates,
         sources=_facts(sources, reads, order),
         digest=_digest(sources, role, reads),
         not_shown=view.not_shown(),
+        origins=tuple(origin for _, origin in mixed),
+        order=tuple(order),
+        misspelt=tuple(pair for read in reads for pair in read.misspelt.items()),
     )
 
 
-def _without_duplicates(reads: Sequence[SourceRows]) -> tuple[list[list[Any]], int]:
+def _without_duplicates(reads: Sequence[SourceRows]) -> tuple[list[list[tuple[Any, Origin]]], int]:
     seen: set[Any] = set()
-    unique: list[list[Any]] = []
+    unique: list[list[tuple[Any, Origin]]] = []
     for read in reads:
         fresh = []
-        for row in read.built:
+        for row, origin in zip(read.built, read.origins, strict=True):
             key = _identity(row)
             if key not in seen:
                 seen.add(key)
-                fresh.append(row)
+                fresh.append((row, origin))
         unique.append(fresh)
     return unique, sum(len(read.built) for read in reads) - len(seen)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rlhf_core.data.reading.formats import wrapped_hint
 from rlhf_core.data.reading.forms import ALIKE, APART, BLANK, EQUAL, FORMS, Form, form_of, in_words, known_fields
@@ -18,7 +18,7 @@ from rlhf_core.data.reading.rows import RejectedRow, Row, RowError
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from rlhf_core.config.data import SourceConfig
     from rlhf_core.data.reading.formats import Part
@@ -31,6 +31,8 @@ _NEVER_REFUSED = {EQUAL, ALIKE, APART, BLANK}
 _MOST_LOOKED_AT = 100
 _ROLES: tuple[Role, ...] = ("preferences", "problems", "demonstrations", "prompts")
 """In the order of how much a row must say for them."""
+_NEARLY = 0.8
+"""How like one of ours a column's name is that was meant to be it, by difflib's ratio."""
 
 
 def detect_role(source: SourceConfig, access: Access) -> Role:
@@ -85,8 +87,54 @@ def _of_no_role(row: Row) -> str:
     return (
         f"{row.where} has neither 'question' and 'answer' (problems) nor 'chosen' and 'rejected' (preferences), "
         "nor 'messages', 'instruction' and 'output', or 'prompt' (demonstrations and prompts); it has "
-        f"{', '.join(map(repr, row.fields)) or 'no fields'}; name its columns in a column map{wrapped_hint(row.fields)}"
+        f"{', '.join(map(repr, row.fields)) or 'no fields'}{_meant(row)}; name its columns in a column map"
+        f"{wrapped_hint(row.fields)}"
     )
+
+
+def misspelt(unread: Iterable[str], columns: Collection[str]) -> dict[str, str]:
+    """Return the columns that are nearly called as a field of ours which is not there, each with that field.
+
+    A name that goes on after ours, such as `question_id`, is meant.
+
+    Args:
+        unread: columns that nothing is read from.
+        columns: all that there are.
+
+    Example:
+        >>> misspelt(["choosen", "question_id"], ["choosen", "rejected", "question_id"])
+        {'choosen': 'chosen'}
+    """
+    known = [name for role in _ROLES for name in known_fields(FORMS[role]()) if name not in columns]
+    found = {}
+    for theirs in unread:
+        near = difflib.get_close_matches(theirs.lower(), known, n=1, cutoff=_NEARLY)
+        if near and not theirs.startswith(f"{near[0]}_"):
+            found[theirs] = near[0]
+    return found
+
+
+def _meant(row: Row) -> str:
+    """Return which fields of ours a row's columns may be meant for, to stand behind them."""
+    found = " and ".join(map(repr, misspelt(row.fields, row.fields).values()))
+    return f" (did you mean {found}?)" if found else ""
+
+
+ANNOTATORS = tuple(
+    f"{who}{suffix}"
+    for who in ("annotator", "worker", "labeler", "labeller", "rater", "judge", "author", "user")
+    for suffix in ("_id", "")
+)
+"""Columns that may say who judged a row."""
+
+
+class Origin(NamedTuple):
+    """Where a row comes from."""
+
+    where: str
+    """Names it, such as "row 3 of pairs.jsonl"."""
+    annotator: str | None
+    """Who judged it; None where no column says so."""
 
 
 @dataclass
@@ -95,6 +143,10 @@ class SourceRows:
 
     built: list[Any] = field(default_factory=list)
     rejected: list[RejectedRow] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    """Of each row that was built."""
+    misspelt: dict[str, str] = field(default_factory=dict)
+    """Columns that nothing is read from, and the field of ours that each seems to be meant for."""
     raw: list[str] = field(default_factory=list)
     """Every row as JSON, for the digest; of a bad row its category."""
     files: list[str] = field(default_factory=list)
@@ -133,10 +185,18 @@ def _read_part(
     )
     if form is None and rows:
         raise DataError(_of_no_form(rows[0], forms, source, role))
+    columns = dict.fromkeys(name for row in mapped if isinstance(row, Row) for name in row.fields)
+    judged_by = next((name for name in ANNOTATORS if name in columns), None)
+    if form is not None:
+        read.misspelt |= misspelt([name for name in columns if name not in form.fields], columns)
     for row in mapped:
         read.raw.append(row.reason if isinstance(row, RejectedRow) else _canonical(row))
         built = _built(row, form, view)
-        (read.rejected if isinstance(built, RejectedRow) else read.built).append(built)
+        if isinstance(built, RejectedRow):
+            read.rejected.append(built)
+        else:
+            read.built.append(built)
+            read.origins.append(Origin(row.where, _annotator(row, judged_by)))
     read.files.append(part.name)
     read.forms[f"{part.format}: {form.name}" if form else part.format] = None
 
@@ -145,7 +205,8 @@ def _of_no_form(row: Row, forms: Sequence[Form], source: SourceConfig, role: Rol
     mapped = f" (with the column map: {', '.join(renamed(row, source.columns).fields)})" if source.columns else ""
     return (
         f"{row.where} is none of {role}, which have {in_words(forms)}; it has "
-        f"{', '.join(map(repr, row.fields)) or 'no fields'}{mapped}; name its columns in data.{role}'s column map"
+        f"{', '.join(map(repr, row.fields)) or 'no fields'}{mapped}{_meant(row)}; name its columns in data.{role}'s "
+        "column map"
         f"{wrapped_hint(row.fields)}"
     )
 
@@ -158,6 +219,11 @@ def _built(row: Row | RejectedRow, form: Form | None, view: MessageView) -> Any:
         return form.build(ViewedRow(where, fields, view))
     except RowError as error:
         return RejectedRow(row.where, error.reason, error.detail)
+
+
+def _annotator(row: Row | RejectedRow, column: str | None) -> str | None:
+    value = row.fields.get(column) if isinstance(row, Row) and column is not None else None
+    return str(value) if isinstance(value, str | int) else None
 
 
 def _canonical(row: Row) -> str:

@@ -1,0 +1,113 @@
+"""Rows that nearly say what another row says, found by sketches of their texts in time that grows with the rows.
+
+A text's sketch is made of the least hashes of its pieces; texts that share most pieces agree in some band of their
+sketches (Broder 1997, On the resemblance and containment of documents). What agrees is then compared word by word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlhf_core.data.linting.findings import Accused, quoted
+from rlhf_core.data.linting.rows import normalised, words_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rlhf_core.data.linting.rows import LintRow, LintSet
+
+_PIECE = 8
+"""Bytes of a piece: short enough to survive a changed word, long enough to be rare."""
+_BANDS, _PER_BAND = 20, 3
+_COMPARED = 16
+"""Rows of one band that a row is compared with, so that a common text costs no more than its share."""
+SAME, SAME_PART = 0.8, 0.6
+"""Shares of words that two rows must have in common, in all and in each text."""
+_LONGEST = 2000
+"""Characters of a text that are sketched."""
+
+_random = np.random.default_rng(20260101)
+_ODD = _random.integers(0, 2**32, (_BANDS * _PER_BAND, 1), dtype=np.uint32) | np.uint32(1)
+_ADDED = _random.integers(0, 2**32, (_BANDS * _PER_BAND, 1), dtype=np.uint32)
+_MIXED = np.uint64(0x9E3779B97F4A7C15)
+
+
+def sketch(text: str) -> list[bytes]:
+    """Return the bands of a text: two texts that share most of their pieces have one in common."""
+    data = text[:_LONGEST].encode("utf-8", "surrogatepass").ljust(_PIECE)
+    pieces = np.ndarray((len(data) - _PIECE + 1,), "<u8", data, strides=(1,))  # a piece begins at every byte
+    hashes = (pieces * _MIXED >> np.uint64(32)).astype(np.uint32)
+    least = (_ODD * hashes + _ADDED).min(axis=1)
+    return [band.tobytes() for band in least.reshape(_BANDS, _PER_BAND)]
+
+
+def repeated(given: LintSet) -> Iterator[Accused]:
+    """Yield the rows of which an earlier row says nearly the same: prompt and each response, with equal numbers."""
+    index = _Index(lambda one, other: _alike(_parts(given.rows[one]), _parts(given.rows[other])))
+    for place, row in enumerate(given.rows):
+        bands = sketch(normalised("\n".join(text[:_LONGEST] for text in (row.asked, *row.responses))))
+        found = index.find(place, bands)
+        if found is None:
+            index.add(place, bands)
+        else:
+            yield Accused(place, f"says nearly the same as {given.rows[found].where}: {quoted(row.asked)}")
+
+
+def near_prompts(learnt: Sequence[LintRow], held_out: Sequence[LintRow]) -> Iterator[tuple[int, int]]:
+    """Yield the places of prompts that are learnt from, each with the place of a held-out prompt that nearly equals it.
+
+    Prompts that are equal but for case and spaces are the same prompt to the splits, and no concern here.
+    """
+    rows = (*held_out, *learnt)
+    index = _Index(lambda one, other: _alike((rows[one].prompt,), (rows[other].prompt,)))
+    for place, row in enumerate(held_out):
+        index.add(place, sketch(normalised(row.prompt)))
+    for place, row in enumerate(learnt):
+        found = index.find(len(held_out) + place, sketch(normalised(row.prompt)))
+        if found is not None:
+            yield place, found
+
+
+class _Index:
+    """Finds, of the texts that were added, one that is nearly the same as another text."""
+
+    def __init__(self, is_same: Callable[[int, int], bool]) -> None:
+        self._is_same = is_same
+        self._known: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
+
+    def add(self, place: int, bands: Sequence[bytes]) -> None:
+        for band in enumerate(bands):
+            if len(self._known[band]) < _COMPARED:
+                self._known[band].append(place)
+
+    def find(self, place: int, bands: Sequence[bytes]) -> int | None:
+        """Return the first place whose text is nearly the same."""
+        near = {each for band in enumerate(bands) for each in self._known.get(band, ())}
+        return next((each for each in sorted(near) if self._is_same(each, place)), None)
+
+
+def _parts(row: LintRow) -> tuple[str, ...]:
+    return (row.prompt, *row.responses)
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def _alike(ours: tuple[str, ...], theirs: tuple[str, ...]) -> bool:
+    """Return whether two rows share nearly all words of each text, and have the same numbers."""
+    if len(ours) != len(theirs) or any(
+        _DIGITS.findall(one) != _DIGITS.findall(other) for one, other in zip(ours, theirs, strict=True)
+    ):
+        return False
+    shared = total = 0
+    for one, other in zip(ours, theirs, strict=True):
+        words, others = Counter(words_of(one)), Counter(words_of(other))
+        both, sizes = (words & others).total(), words.total() + others.total()
+        if 2 * both < SAME_PART * sizes:
+            return False
+        shared, total = shared + 2 * both, total + sizes
+    return shared >= SAME * total

@@ -225,6 +225,7 @@ class Run:
 def settings_of(samples: int, tokens: int, *, timeout_s: float) -> dict[str, Any]:
     """Return the overrides of a small run; `timeout_s` changes no number, but the run's key."""
     return {
+        "name": PRESET,  # sums of its own would be another project
         "data.task_parameters": SUMS,
         "data.splits": {"sft": 64, "preferences": 64, "ppo": 2 * samples, "evaluation": 8},
         "ppo.prompts_per_episode": samples,

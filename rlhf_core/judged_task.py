@@ -114,8 +114,8 @@ def place_of(path: str) -> str:
     if is_address:
         host, slash, key = _SIGNATURE.sub("", rest).partition("/")
         return _DATE.sub("*", f"{scheme}://{host.rpartition('@')[2]}{slash}{key}".rstrip("/"))
-    here = Path(path).expanduser()
-    if is_hub_name(path) and not here.exists():
+    here = os.path.expanduser(path)  # pathlib's raises for a user that there is not
+    if is_hub_name(path) and not os.path.exists(here):
         return path
     absolute = Path(os.path.abspath(here))
     return _DATE.sub("*", str(absolute.relative_to(CHECKOUT) if absolute.is_relative_to(CHECKOUT) else absolute))

@@ -55,6 +55,7 @@ def command(
 def small(**further: object) -> dict[str, Any]:
     """Return the overrides with which the chain takes a minute or two."""
     return {
+        "name": "quickstart",  # other parameters of the task would make another project
         "data.demonstrations": [],  # right answers: careless ones give a tiny model too few pairs to rank
         "data.task_parameters": {"min_numbers": 2, "max_numbers": 2, "max_decimals": 0, "min_value": 1, "max_value": 9},
         "data.splits": {"sft": 64, "preferences": 16, "ppo": 16, "evaluation": 12},

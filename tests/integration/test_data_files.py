@@ -115,9 +115,9 @@ def test_ppo_runs_on_a_problem_file_with_its_verifier(run: Callable[..., Any], p
 
 
 def test_the_report_of_the_data_is_on_the_runs_page(run: Callable[..., Any], stack: LocalStack, problems: Path) -> None:
-    run(sft, problems)
+    run(sft, problems, name="of-problems")
     with stack.prefect_settings():
-        found = Artifact.get("quickstart-data")
+        found = Artifact.get("of-problems-data")
     assert found is not None
     assert problems.name in str(found.data)
     assert "## Lengths in tokens" in str(found.data)

@@ -91,6 +91,11 @@ def test_a_hub_name_is_a_place_of_its_own_unless_a_directory_is_there(
     assert place_of("openai/gsm8k").startswith("/")
 
 
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x.jsonl", "\0", f"owner/{'n' * 300}", "s3://", "/", "*"])
+def test_what_cannot_be_a_place_is_left_to_whoever_reads_it(path: str) -> None:
+    assert task({"problems": path}) == task({"problems": path})
+
+
 def test_a_file_of_the_checkout_is_the_same_wherever_the_checkout_is() -> None:
     assert place_of(f"{CHECKOUT}/flows/presets/data/x.jsonl") == "flows/presets/data/x.jsonl"
 

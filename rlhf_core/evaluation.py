@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from rlhf_core.data.jsonl import from_jsonl, to_jsonl
+from rlhf_core.data.problems import category_of
 from rlhf_core.errors import DataError
 from rlhf_core.functional.intervals import mean_interval, wilson_interval
 from rlhf_core.generation import GenerationSettings, make_engine
@@ -50,6 +51,10 @@ class Outcome:
     """The response was cut off at `max_new_tokens`."""
     score: float
     """From 0 to 1, where 1 is right; of a reward model, in its standard deviations."""
+    tokens: int | None = None
+    """Of the response, the stop token included; None in an evaluation of an earlier release, as is no category."""
+    category: str = ""
+    """What kind of problem it is, by the problem's own record; empty if that names none."""
 
 
 class ConstantAnswer(NamedTuple):
@@ -128,7 +133,7 @@ def _evaluate_batch(
     prompts = [template.prompt_ids(problem.prompt) for problem in problems]
     with autocast(device_of(model), getattr(torch, config.dtype)):
         made = make_engine("native", model, tokenizer=template.tokenizer).generate(prompts, settings, uniforms=None)
-    tokens = made.sequences[:, -made.action_mask.shape[1] :]
+    tokens, lengths = made.sequences[:, -made.action_mask.shape[1] :], made.action_mask.sum(dim=1).tolist()
     responses = [
         template.decode_response(row[mask].tolist()) for row, mask in zip(tokens, made.action_mask, strict=True)
     ]
@@ -150,6 +155,8 @@ def _evaluate_batch(
             well_formed=formed[row],
             truncated=not made.ended[row],
             score=scores[row],
+            tokens=lengths[row],
+            category=category_of(problem),
         )
         for row, problem in enumerate(problems)
     ]

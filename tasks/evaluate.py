@@ -26,8 +26,11 @@ from tasks.task_errors import stage_task
 if TYPE_CHECKING:
     from rlhf_core.data import Problem, PromptTemplate
     from rlhf_core.evaluation import ConstantAnswer, Outcome
+    from rlhf_core.forgetting.measures import Measure
 
 OUTCOMES = "outcomes.jsonl"
+MEASURES = "measures.jsonl"
+"""What was measured beside the task; not there in evaluations of earlier releases."""
 REWARD_MODEL = "reward_model"
 """The judge's name in an evaluation's figures, where it is one."""
 _START_ROLES = {"sft": "sft", "policy": "start"}
@@ -51,6 +54,7 @@ def evaluate_policy(
         reward_model: scores the answers where `evaluation.judge` says so.
         beside: another policy that answers; what its adapters are over is mapped for both.
     """
+    from rlhf_core.forgetting.suites import suite_facts
     from rlhf_core.rewards.verifying import judge_facts
 
     context = open_context()
@@ -58,6 +62,7 @@ def evaluate_policy(
     scorer = reward_model if judged_by_reward_model(config) else None
     facts = config.model_dump(mode="json", include={"template", "evaluation"})
     facts["verifier"] = None if scorer else judge_facts(config)
+    facts["suites"] = suite_facts(config.evaluation.forgetting)
     shares_base = _is_base_of(context, config, policy, beside)
     facts["shares_base"] = shares_base  # the last bits differ
     inputs = [policy.digest, dataset.digest, *([scorer.digest] if scorer else [])]
@@ -146,16 +151,18 @@ def _make(
 ) -> StageResult:
     from rlhf_core.data import problems_from_jsonl
     from rlhf_core.evaluation import evaluation_metrics, outcomes_to_jsonl
+    from rlhf_core.forgetting.measures import measures_to_jsonl
     from rlhf_core.rewards.verifying import verifier_name
 
     started = time.perf_counter()
     problems = problems_from_jsonl((materialise(context, dataset) / "evaluation.jsonl").read_bytes())
-    outcomes, constant = _asked(context, config, policy, problems, scorer, shares_base=shares_base)
+    outcomes, constant, measures = _asked(context, config, policy, problems, scorer, shares_base=shares_base)
     name = REWARD_MODEL if scorer else str(verifier_name(config.data))
     metrics: dict[str, Any] = {"policy": policy.uri, "policy_digest": policy.digest}
     metrics |= evaluation_metrics(outcomes, name, SHOWN_CONFIDENCE)
     if constant is not None:
         metrics |= {"constant_answer": constant.answer, "constant_accuracy": constant.accuracy}
+    metrics |= {f"forgetting/{each.suite}": each.mean for each in measures}
     metrics["seconds"] = time.perf_counter() - started
     say("evaluate", _sentence(metrics))
     key, source = identity
@@ -164,7 +171,7 @@ def _make(
         stage="evaluate",
         kind="evaluation",
         name=config.name,
-        files={OUTCOMES: outcomes_to_jsonl(outcomes)},
+        files={OUTCOMES: outcomes_to_jsonl(outcomes), MEASURES: measures_to_jsonl(measures)},
         key=key,
         parents=[policy, dataset, *([scorer] if scorer else [])],
         config=config,
@@ -184,6 +191,7 @@ def _is_base_of(context: Context, config: PipelineConfig, policy: Parent, beside
 class _Asked(NamedTuple):
     outcomes: list[Outcome]
     constant: ConstantAnswer | None
+    measures: list[Measure]
 
 
 def _asked(
@@ -195,10 +203,13 @@ def _asked(
     *,
     shares_base: bool,
 ) -> _Asked:
-    """Return what the policy made of each problem, and the best constant answer where a verifier judges."""
+    """Return what the policy made of each problem, the best constant answer of a verifier's, and what else it knows."""
+    import torch
+
     from rlhf_core.data import PromptTemplate
     from rlhf_core.evaluation import best_constant
     from rlhf_core.evaluation import evaluate_policy as evaluate
+    from rlhf_core.forgetting.suites import measure
     from rlhf_core.models.base import check_bases
     from rlhf_core.models.loading import load_tokenizer
     from rlhf_core.models.reward_model import RewardModel
@@ -216,8 +227,12 @@ def _asked(
             outcomes = evaluate(
                 model, template, problems, config.evaluation, judge, on_progress=lambda done, _: progress.step(done)
             )
+            measures = measure(
+                model, template.tokenizer, config.evaluation.forgetting, dtype=getattr(torch, config.evaluation.dtype),
+                allowed_modules=context.settings.reward_modules,
+            )  # fmt: skip
             check_bases(model, judge if isinstance(judge, RewardModel) else None)
-            return _Asked(outcomes, None if scorer else best_constant(problems, template, judge))
+            return _Asked(outcomes, None if scorer else best_constant(problems, template, judge), measures)
 
 
 @contextmanager
@@ -260,6 +275,8 @@ def nobody_judges(config: PipelineConfig) -> str:
 def _sentence(metrics: dict[str, Any]) -> str:
     ends = f"[{metrics['low']:.3f}, {metrics['high']:.3f}]"
     policy, count, cut = metrics["policy"], metrics["problems"], f"{metrics['truncated']:.2f} cut off"
+    if "forgetting/text" in metrics:
+        cut += f", packaged text {metrics['forgetting/text']:.3f} nats per token"
     if "accuracy" not in metrics:
         return f"{policy}: mean score {metrics['score']:+.3f} {ends} of {count} answers by the reward model, {cut}"
     parts = [

@@ -125,6 +125,7 @@ def preflight(
         StoreError: the store cannot be used, or a reference names nothing.
     """
     from infra.settings import settings
+    from rlhf_core.forgetting.suites import check_suites
     from rlhf_core.models.locating import find_local
     from rlhf_core.models.memory import check_memory_for
 
@@ -132,6 +133,7 @@ def preflight(
         check_ppo(config)
         check_reward_functions(config, settings().reward_modules)
     check_verifier(config, settings().reward_modules)
+    check_suites(config.evaluation.forgetting, settings().reward_modules)
     if find_local(config.model.path, models_dir=settings().models_dir) is None:
         check_judges(config, trains=trains)  # with the model at hand, the data say it together with all else
     address = address_of(config.ppo.cluster)

@@ -12,7 +12,9 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.escaping import SHOWN_LENGTH, one_line
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
 from rlhf_core.gating import Contender, Verdict, judge, tally
+from rlhf_core.gating.conditions import Condition, broken_in_words
 from tasks.challenger import CHALLENGER, incumbent_of, open_challenge, record_challenge
+from tasks.conditions import conditions_of
 from tasks.context import Context, open_context
 from tasks.error_budget import spend
 from tasks.evaluate import OUTCOMES, REWARD_MODEL
@@ -64,7 +66,8 @@ def _decide(context: Context, config: PipelineConfig, evaluations: dict[str, Sta
             promote=False, reason=refusal, policy=policy, incumbent=opponent, champion=champion,
             difference=0.0, low=0.0, high=0.0,
         )  # fmt: skip
-    tonight = _Case.of(context, config, [_night(candidate, incumbent)], _policy(candidate))
+    holds = conditions_of(config, evaluations, incumbent, candidate)
+    tonight = _Case.of(context, config, [_night(candidate, incumbent)], _policy(candidate), holds)
     waiting = _waiting(context, config, evaluations, incumbent)
     level = spend(context, policy, config.gate)
     verdict = judge(tonight.contender, waiting and waiting.contender, level=level, min_gain=config.gate.min_gain)
@@ -92,6 +95,7 @@ def _decide(context: Context, config: PipelineConfig, evaluations: dict[str, Sta
         level=verdict.level,
         nights=len(shown.nights),
         challenge=challenge,
+        conditions=shown.conditions,
     )
 
 
@@ -144,9 +148,18 @@ class _Case(NamedTuple):
     contender: Contender
     interval: Interval
     unit: str
+    conditions: tuple[Condition, ...]
+    """Beside the gain, by tonight's evaluation."""
 
     @classmethod
-    def of(cls, context: Context, config: PipelineConfig, nights: list[Night], policy: Parent) -> _Case:
+    def of(
+        cls,
+        context: Context,
+        config: PipelineConfig,
+        nights: list[Night],
+        policy: Parent,
+        conditions: tuple[Condition, ...],
+    ) -> _Case:
         """Return the case of a policy over several nights' problems, each problem once."""
         before: dict[str, float] = {}
         after: dict[str, float] = {}
@@ -160,17 +173,20 @@ class _Case(NamedTuple):
         found = tally(before, after, config.gate.min_gain if by_score else 0.0)
         interval = _interval(before, after)
         more = (config.gate.challenger_nights - len(nights)) * new if config.data.rotate_evaluation else 0
-        contender = Contender(found, max(0, more), not by_score or interval.estimate > config.gate.min_gain)
+        is_better = not by_score or interval.estimate > config.gate.min_gain
+        contender = Contender(found, max(0, more), is_better and not broken_in_words(conditions))
         unit = "standard deviations of the reward model's score" if by_score else "right"
-        return cls(policy, tuple(nights), contender, interval, unit)
+        return cls(policy, tuple(nights), contender, interval, unit, conditions)
 
     def told(self, p: float | None, level: float) -> str:
         """Return its figures in words."""
         found, gain = self.contender.found, self.interval
         nights = f" in {len(self.nights)} nights" if len(self.nights) > 1 else ""
+        broken = broken_in_words(self.conditions)
         return (
             f"{gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] {self.unit}, {found.wins} better and "
             f"{found.losses} worse of {counted(found.problems, 'problem')}{nights}, p = {p:.2g} ({level:.2g} needed)"
+            + (f"; what else is asked does not hold: {broken}" if broken else "")
         )
 
 
@@ -190,7 +206,8 @@ def _waiting(
         if judges != {asked.metrics["judge"]}:
             say("gate", f"{found.policy.uri} challenges no longer: another judge scored its answers then")
             return None
-        return _Case.of(context, config, [*found.nights, _night(asked, incumbent)], found.policy)
+        holds = conditions_of(config, evaluations, incumbent, asked)
+        return _Case.of(context, config, [*found.nights, _night(asked, incumbent)], found.policy, holds)
     except ReferenceNotFoundError as error:
         say("gate", f"{found.policy.uri} challenges no longer, as an evaluation of it is gone: {error}")
         return None

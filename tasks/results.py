@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.gating.conditions import Condition
 
 
 class Plain(BaseModel):
@@ -129,3 +130,5 @@ class Decision(Plain):
     """Whose problems were compared."""
     challenge: Challenge | None = None
     """What becomes of the challenger; None: nothing new."""
+    conditions: tuple[Condition, ...] = ()
+    """Of the promotion, beside the gain; none in decisions of earlier releases, or where nothing was compared."""

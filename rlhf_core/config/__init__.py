@@ -1,6 +1,7 @@
 """Every setting of a run, as frozen pydantic models. Imports no torch: flows and the command line read it."""
 
 from rlhf_core.config.base import Config
+from rlhf_core.config.conditions import ConditionsConfig, ForgettingConfig
 from rlhf_core.config.data import DataConfig, SourceConfig, SplitsConfig, TemplateConfig
 from rlhf_core.config.model import LoRAConfig, ModelConfig
 from rlhf_core.config.pipeline import EvaluationConfig, GateConfig, PipelineConfig
@@ -18,9 +19,11 @@ from rlhf_core.config.supervised import RewardModelConfig, SFTConfig
 
 __all__ = [
     "ClusterConfig",
+    "ConditionsConfig",
     "Config",
     "DataConfig",
     "EvaluationConfig",
+    "ForgettingConfig",
     "GateConfig",
     "LearningConfig",
     "LoRAConfig",

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import Config, Positive
+from rlhf_core.config.conditions import ConditionsConfig, ForgettingConfig
 from rlhf_core.config.data import DataConfig, TemplateConfig
 from rlhf_core.config.model import ModelConfig
 from rlhf_core.config.ppo import PPOConfig
@@ -24,6 +25,7 @@ class EvaluationConfig(Config):
     """Arithmetic of the answers."""
     judge: Literal["verifier", "reward_model"] = "verifier"
     """Who scores the answers: the verifier of `data.verifier`, or, where prompts have no answers, the reward model."""
+    forgetting: ForgettingConfig = ForgettingConfig()
 
 
 class GateConfig(Config):
@@ -40,6 +42,7 @@ class GateConfig(Config):
     challenger_nights: Positive = 3
     """Nights whose problems a promising candidate may have in all; 1 keeps no challenger. Needs
     `data.rotate_evaluation`."""
+    conditions: ConditionsConfig = ConditionsConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,17 @@ def problem_key(prompt: str) -> str:
     text = said[0]["content"] if said is not None and len(said) == 1 and is_plain(said) else prompt
     normalised = " ".join(text.casefold().split())
     return hashlib.sha256(normalised.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def category_of(problem: Problem) -> str:
+    """Return the task that a problem was drawn from, where several may be mixed; empty for problems of a file.
+
+    Example:
+        >>> category_of(Problem("1+1?", entry='{"drawn": {"task": "basic_arithmetic", "parameters": {}}}'))
+        'basic_arithmetic'
+    """
+    drawn = json.loads(problem.entry).get("drawn") if problem.entry else None
+    return str(drawn["task"]) if isinstance(drawn, dict) and "task" in drawn else ""
 
 
 def has_response_to_learn(problem: Problem) -> bool:

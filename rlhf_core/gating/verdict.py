@@ -19,7 +19,8 @@ class Contender(NamedTuple):
     more: int = 0
     """New problems that the nights to come may bring it."""
     is_better: bool = True
-    """Where scores have a size: whether their mean gain is above the least gain, too."""
+    """Whether its side conditions hold, and, where scores have a size, their mean gain is above the least gain. A
+    contender that is not neither replaces the champion nor waits."""
 
 
 class Verdict(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.structure import Tags
@@ -69,12 +69,40 @@ def resolve_reward_function(
         )
     if match["module"] == GYM:
         return _gym_function(name_or_path, match["function"], tags)
+    own_function(name_or_path, allowed_modules=allowed_modules, setting=setting)
+    return RewardFunction(name_or_path, name_or_path)
+
+
+class FunctionPath(NamedTuple):
+    """`package.module:function`, taken apart."""
+
+    module: str
+    function: str
+
+
+def own_function(
+    path: str, *, allowed_modules: Sequence[str], what: str = "reward function", setting: str = SETTING
+) -> FunctionPath | None:
+    """Return where a function of the user's own is, without importing it; None if this is no path of one.
+
+    Args:
+        path: `package.module:function`.
+        allowed_modules: modules and packages from which functions may be taken.
+        what: the function is, for the message.
+        setting: what the user would add a module to, for the message.
+
+    Raises:
+        ConfigError: if its module is not allowed.
+    """
+    match = _PATH.fullmatch(path)
+    if match is None:
+        return None
     if not _is_allowed(match["module"], allowed_modules):
         raise ConfigError(
-            f"reward function {name_or_path!r} lies in a module that is not allowed to run here; "
+            f"{what} {path!r} lies in a module that is not allowed to run here; "
             f"add {match['module']} to {setting}{' (a list with commas)' if setting == SETTING else ''} if you trust it"
         )
-    return RewardFunction(name_or_path, name_or_path)
+    return FunctionPath(match["module"], match["function"])
 
 
 def code_digest(name_or_path: str) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.escaping import code, prose, table
 from rlhf_core.functional.curves import Fall
+from rlhf_core.gating.conditions import Condition
 from rlhf_core.ppo.former_names import current_names
 from tasks.progress import duration
 from tasks.report.facts import Facts, judged_by_model
@@ -76,6 +77,26 @@ def stage_figures(stage: StageResult, facts: Facts | None = None) -> str:
         return f"{pairs} of {samples}, {metrics['accuracy']:.2f} of them right"
     counts = {name.removeprefix("problems_"): value for name, value in metrics.items() if type(value) is int}
     return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in counts.items())
+
+
+def conditions_table(conditions: Sequence[Condition]) -> str:
+    """Return what came of each of the gate's side conditions, and below them what the figures are; empty without any.
+
+    A condition is often named for what was measured, such as a user's own suite.
+    """
+    if not conditions:
+        return ""
+    rows = [
+        [
+            prose(each.name),
+            "" if each.figure is None else f"{each.figure:.3f}",
+            f"{each.threshold:g}",
+            "not measured" if each.figure is None else "holds" if each.holds else "**broken**",
+        ]
+        for each in conditions
+    ]
+    figures = "\n".join(f"* {prose(each.name)}: {prose(each.told)}" for each in conditions)
+    return f"{table(['condition', 'figure', 'threshold', 'outcome'], rows)}\n\n{figures}"
 
 
 def evaluation_table(evaluations: dict[str, StageResult]) -> str:

@@ -15,6 +15,7 @@ from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, ga
 from tasks.report.page import inline, show_markdown, with_pictures
 from tasks.report.samples import change_counts, change_list, chosen_samples, samples_document
 from tasks.report.tables import (
+    conditions_table,
     constant_sentence,
     episode_tables,
     evaluation_table,
@@ -50,6 +51,7 @@ def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
         return [picture(CAPTIONS[name], name) for name in names if name in pictures]
 
     parts = [f"# {facts.name}: {facts.decision.policy} {_verdict(facts)}", _gate(facts)]
+    parts.append(conditions_table(facts.decision.conditions))
     parts += ["## Held-out problems, greedy answers", *shown(EVALUATION), evaluation_table(facts.evaluations)]
     parts.append(constant_sentence(facts.evaluations))
     if facts.changes is not None:

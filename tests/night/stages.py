@@ -310,6 +310,7 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (tasks.evaluate, "base_model", lambda *_: BASE),
     (tasks.evaluate, "_make", make_evaluation),
     (tasks.promote, "_scores", scores),
+    (tasks.promote, "conditions_of", lambda *_: ()),
     (flows.pipeline, "gate", _at_work("gate", flows.pipeline.gate)),
     (flows.pipeline, "promote", _at_work("promote", flows.pipeline.promote)),
     (flows.pipeline, "write_report", write_report),

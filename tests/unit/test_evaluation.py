@@ -66,7 +66,7 @@ def test_outcomes_say_what_was_right(template: PromptTemplate) -> None:
         ExactJudge("answer"),
         on_progress=lambda done, total: progress.append((done, total)),
     )
-    assert outcomes[0] == Outcome(PROBLEMS[0].key, "Say 0", "0", "<answer>0</answer>", True, True, False, 1.0)
+    assert outcomes[0] == Outcome(PROBLEMS[0].key, "Say 0", "0", "<answer>0</answer>", True, True, False, 1.0, 19)
     assert [outcome.correct for outcome in outcomes] == [True] * 5 + [False]
     assert all(outcome.well_formed and not outcome.truncated for outcome in outcomes)
     assert progress == [(4, 6), (6, 6)]

@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from rlhf_core import evaluation
-from rlhf_core.config import ModelConfig, PipelineConfig
+from rlhf_core.config import ForgettingConfig, ModelConfig, PipelineConfig
 from rlhf_core.data import Problem, problems_to_jsonl
 from rlhf_core.errors import BaseChangedError, ConfigError, DataError, ModelError
 from rlhf_core.evaluation import outcomes_from_jsonl
+from rlhf_core.forgetting.measures import measures_from_jsonl
 from rlhf_core.generation import sampling
 from rlhf_core.models.base import WEIGHTS, copies_of
 from rlhf_core.models.loading import model_digest
 from rlhf_core.models.reward_model import RewardModel
 from tasks import evaluate as evaluate_module
 from tasks.context import Context
-from tasks.evaluate import OUTCOMES, contestants, evaluate_policy, find_judge
+from tasks.evaluate import MEASURES, OUTCOMES, contestants, evaluate_policy, find_judge
 from tasks.results import Parent
 from tests.tiny_llama import tiny_llama, tiny_tokenizer, write_tiny_llama
 
@@ -67,6 +68,23 @@ def test_the_best_constant_answer_stands_beside_the_accuracy(
     assert (again.uri, again.reused) == (made.uri, True)
     other = evaluate_policy.fn(config(problems="x.jsonl", verifier="gsm8k_reward_fn"), policy, data)
     assert (other.metrics["judge"], other.reused) == ("gsm8k_reward_fn", False)
+
+
+def test_what_is_measured_beside_the_task_is_stored_by_item_and_its_settings_are_part_of_the_key(
+    context: Context, policy: Parent, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, asked = dataset(context, CLOSED), config(problems="x.jsonl")
+    made = evaluate_policy.fn(asked, policy, data)
+    measures = measures_from_jsonl(context.store.read_bytes(context.store.resolve(made.uri), MEASURES))
+    assert len(measures["text"].values) == 24
+    assert made.metrics["forgetting/text"] == pytest.approx(sum(measures["text"].values.values()) / 24)
+    assert f"packaged text {made.metrics['forgetting/text']:.3f} nats per token" in caplog.messages[-1]
+    none = asked.model_copy(
+        update={"evaluation": asked.evaluation.model_copy(update={"forgetting": ForgettingConfig(passages=0)})}
+    )
+    without = evaluate_policy.fn(none, policy, data)
+    assert not without.reused
+    assert "forgetting/text" not in without.metrics
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -8,7 +8,7 @@ import pytest
 
 from infra.artifacts import open_default_store
 from infra.errors import ReferenceNotFoundError
-from rlhf_core.config import DataConfig, GateConfig, PipelineConfig
+from rlhf_core.config import DataConfig, GateConfig, PipelineConfig, PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation import Outcome, outcomes_to_jsonl
 from tasks import context as contexts
@@ -24,7 +24,12 @@ Evaluation = Callable[..., StageResult]
 @pytest.fixture
 def evaluation() -> Evaluation:
     def make(
-        policy: str, marks: str, scores: list[float] | None = None, judge: str = "exact", first: int = 0
+        policy: str,
+        marks: str,
+        scores: list[float] | None = None,
+        judge: str = "exact",
+        first: int = 0,
+        responses: list[str] | None = None,
     ) -> StageResult:
         """`marks`: one letter a problem, R right and W wrong; a score beside each where they are given."""
         outcomes = [
@@ -32,7 +37,7 @@ def evaluation() -> Evaluation:
                 key=f"{first + index}",
                 prompt="p",
                 answer="a",
-                response="r",
+                response="r" if responses is None else responses[index],
                 correct=mark == "R",
                 well_formed=True,
                 truncated=False,
@@ -349,3 +354,41 @@ def test_a_night_is_told_before_what_its_problems_can_show() -> None:
         "only a challenger can pass, with the problems of several nights"
     )
     assert "too few" not in power_sentence(13, level, nights=1)
+
+
+def test_a_policy_that_gains_is_refused_for_what_else_it_lost_with_figure_and_threshold(
+    evaluation: Evaluation, caplog: pytest.LogCaptureFixture
+) -> None:
+    sft = evaluation("sft/test@1", "W" * 60)
+    ppo = evaluation("policy/test@1", "R" * 60, responses=["r"] * 40 + [""] * 20)
+    decision = gate.fn(config(), {"sft": sft, "ppo": ppo})
+    assert decision.difference == 1.0
+    assert not decision.promote
+    # twenty of sixty are empty, none before
+    assert "empty answers: 0.333 beyond 0.01 (rise of the share: 0.333 after 0.000)" in decision.reason
+    assert decision.reason in caplog.messages[-1]
+    assert [each.name for each in decision.conditions if not each.holds] == ["empty answers"]
+    again = Decision.model_validate_json(decision.model_dump_json())
+    assert again == decision
+
+
+def test_a_condition_that_is_switched_off_asks_nothing(evaluation: Evaluation) -> None:
+    sft = evaluation("sft/test@1", "W" * 60)
+    ppo = evaluation("policy/test@1", "R" * 60, responses=["r"] * 40 + [""] * 20)
+    off = config().model_copy(update={"gate": GateConfig.model_validate({"conditions": {"empty": None}})})
+    decision = gate.fn(off, {"sft": sft, "ppo": ppo})
+    assert decision.promote
+    assert "empty answers" not in {each.name for each in decision.conditions}
+
+
+def test_the_figures_of_the_policys_run_and_of_its_reward_model_count(evaluation: Evaluation) -> None:
+    store = open_default_store()
+    scorer = store.commit("reward-model", "test", {"x": b"1"}, metrics={"accuracy": 0.45, "heldout_pairs": 20})
+    figures = {"last_kl": 45.0, "last_length": 15.0}
+    policy = store.commit("policy", "test", {"x": b"2"}, parents=[scorer], metrics=figures)
+    paid = config().model_copy(update={"ppo": PPOConfig.model_validate({"reward": {"reward_model": 1.0}})})
+    evaluations = {"sft": evaluation("sft/test@1", "W" * 20), "ppo": evaluation(policy.uri, "R" * 20)}
+    decision = gate.fn(paid, evaluations)
+    broken = {each.name: each.figure for each in decision.conditions if not each.holds}
+    assert broken == {"KL per token": 3.0, "reward model's accuracy": 0.45}
+    assert not decision.promote

@@ -7,6 +7,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from rlhf_core.escaping import SHOWN_LENGTH, code, table
+from rlhf_core.gating.conditions import Condition
 from tasks.report.facts import Facts
 from tasks.report.page import with_pictures
 from tasks.report.samples import changes, chosen_samples, samples_document
@@ -285,3 +286,22 @@ def test_a_run_without_most_things_still_has_a_report() -> None:
     text = report_text(facts(evaluations={}, episodes=[], champion=None), {})
     assert "Champion now: none" in text
     assert "![" not in text
+
+
+def test_the_gates_conditions_are_a_table_with_figure_threshold_and_outcome_and_a_suites_name_is_words() -> None:
+    conditions = (
+        Condition("length", 1.25, 1.5, holds=True, told="times the incumbent's mean"),
+        Condition("empty answers", 0.125, 0.01, holds=False, told="rise of the share"),
+        Condition("<img src=x> | mine:suite", None, 0.05, holds=True, told="not measured: [a](b)"),
+    )
+    decision = facts().decision.model_copy(update={"promote": False, "conditions": conditions})
+    text = report_text(facts(decision=decision), {})
+    lines = text.splitlines()
+    assert "| condition | figure | threshold | outcome |" in lines
+    assert "| length | 1.250 | 1.5 | holds |" in lines
+    assert "| empty answers | 0.125 | 0.01 | **broken** |" in lines
+    html = HTML(text)
+    assert "<img" not in html
+    assert "<a " not in html
+    assert "<td>not measured</td>" in html
+    assert "condition" not in report_text(facts(), {})

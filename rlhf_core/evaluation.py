@@ -16,6 +16,7 @@ from rlhf_core.functional.intervals import mean_interval, wilson_interval
 from rlhf_core.generation import GenerationSettings, make_engine
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.trunk import autocast, device_of
+from rlhf_core.rewards.abstaining import check_share
 from rlhf_core.rewards.sources import REWARD_MODEL, ScoringBatch, TrainedScores
 from rlhf_core.rewards.structure import filled_tags
 from rlhf_core.rewards.verifying import RIGHT, Answered, Judge
@@ -32,6 +33,10 @@ CONSTANTS = 50
 """Constant answers that are tried at most, the most common references first."""
 CONSTANT_VERDICTS = 5000
 """Verdicts that are asked for them: of many problems fewer constants are tried, as a verifier may take its time."""
+
+
+FEWEST_JUDGED = 2
+"""Problems with a verdict: an interval needs two."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Outcome:
     """Of the response, the stop token included; None in an evaluation of an earlier release, as is no category."""
     category: str = ""
     """What kind of problem it is, by the problem's own record; empty if that names none."""
+    failure: str = ""
+    """Why nobody knows whether it is right (`rewards.abstaining.failure`): it then counts neither way."""
 
 
 class ConstantAnswer(NamedTuple):
@@ -137,6 +144,7 @@ def _evaluate_batch(
     responses = [
         template.decode_response(row[mask].tolist()) for row, mask in zip(tokens, made.action_mask, strict=True)
     ]
+    failures = [""] * len(problems)
     if isinstance(judge, RewardModel):
         masks = (made.attention_mask, made.action_mask)
         scores = TrainedScores(judge)(ScoringBatch((), responses, made.ended, made.sequences, *masks)).scaled.tolist()
@@ -145,6 +153,7 @@ def _evaluate_batch(
         verdicts = judge.judge(answered(problems, responses, made.ended.tolist()))
         scores, formed = [verdict.score for verdict in verdicts], [verdict.well_formed for verdict in verdicts]
         right = [score >= RIGHT for score in scores]
+        failures = [verdict.failure or "" for verdict in verdicts]
     return [
         Outcome(
             key=problem.key,
@@ -157,6 +166,7 @@ def _evaluate_batch(
             score=scores[row],
             tokens=lengths[row],
             category=category_of(problem),
+            failure=failures[row],
         )
         for row, problem in enumerate(problems)
     ]
@@ -187,7 +197,8 @@ def best_constant(problems: Sequence[Problem], template: PromptTemplate, judge: 
         if not all(verdict.well_formed for verdict in verdicts):  # this judge wants the answer's tags alone
             response = template.answer_text(answer)
             verdicts = judge.judge(answered(problems, [response] * len(problems), [True] * len(problems)))
-        found = ConstantAnswer(answer, fmean(verdict.score >= RIGHT for verdict in verdicts))
+        known = [verdict.score >= RIGHT for verdict in verdicts if verdict.failure is None]
+        found = ConstantAnswer(answer, fmean(known or [0.0]))
         best = found if best is None or found.accuracy > best.accuracy else best
     return best
 
@@ -196,22 +207,50 @@ def _put(answer: str, template: PromptTemplate) -> str:
     return template.answer_text(answer) if template.tags is None else filled_tags(template.tags, answer)
 
 
+def judged(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Return the outcomes that are known: what the judge failed at is neither right nor wrong."""
+    return [outcome for outcome in outcomes if not outcome.failure]
+
+
+def check_judged(outcomes: Sequence[Outcome], *, judge: str, most: float, what: str) -> None:
+    """See that enough answers were judged for figures.
+
+    Args:
+        outcomes: of all problems.
+        judge: its name.
+        most: the largest share that may have no verdict, `ppo.max_abstained`.
+        what: the answers are.
+
+    Raises:
+        DataError: if more have none, or fewer than two have one.
+    """
+    failures = [{judge: outcome.failure} for outcome in outcomes if outcome.failure]
+    enough = len(outcomes) - len(failures) >= FEWEST_JUDGED
+    check_share(
+        failures, abstained=len(failures), of=len(outcomes), most=most if enough else 0.0, what=what, error=DataError
+    )
+
+
 def evaluation_metrics(outcomes: Sequence[Outcome], judge: str, confidence: float) -> dict[str, Any]:
     """Return an evaluation in numbers, with the interval of what counts.
 
     Args:
-        outcomes: at least two.
+        outcomes: at least two that were judged.
         judge: name of the verifier, or `reward_model`.
         confidence: of the interval, in (0, 1).
 
     Returns:
-        problems, judge, score (mean), well_formed and truncated (as parts of 1), low and high. Unless a reward model
-        judged, also accuracy (the part that is right; the interval is then of this) and accuracy_given_form (the part
-        of the well formed that is right; 0 if none is).
+        problems (those that were judged, of which all else is), unjudged (those that were not), judge, score (mean),
+        well_formed and truncated (as parts of 1), low and high. Unless a reward model judged, also accuracy (the part
+        that is right; the interval is then of this) and accuracy_given_form (the part of the well formed that is right;
+        0 if none is).
     """
+    asked = len(outcomes)
+    outcomes = judged(outcomes)
     scores = [outcome.score for outcome in outcomes]
     metrics: dict[str, Any] = {
         "problems": len(outcomes),
+        "unjudged": asked - len(outcomes),
         "judge": judge,
         "score": fmean(scores),
         "well_formed": fmean(outcome.well_formed for outcome in outcomes),

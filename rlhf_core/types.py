@@ -38,7 +38,8 @@ class Experience:
     attention_mask: Bool[Tensor, "B S"]
     """True on tokens of prompt and response, False on padding."""
     action_mask: Bool[Tensor, "B A"]
-    """True on response tokens, the stop token included; a prefix of each row."""
+    """True on response tokens that are learnt from, the stop token included: a prefix of each row, and nowhere in the
+    row of a sample that abstains (ADR 48)."""
     policy_version: Int[Tensor, " B"]
     """Version of the weights that sampled each sequence."""
     rollout_log_probs: Float[Tensor, "B A"]
@@ -157,9 +158,13 @@ class Sample:
     index: int = 0
     """Which of the problem's samples this is."""
     raw_scores: Mapping[str, float] = field(default_factory=dict)
-    """What each source of reward said, by its name, unscaled."""
+    """What each source of reward said, by its name, unscaled; none of a source that failed."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """What each source of reward contributed, scaled and weighted: they sum to the score."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """By source that failed, why, as `rewards.abstaining.failure` puts it."""
+    abstains: bool = False
+    """Whether one of these has a weight: then the score is not known, stands as 0, and nothing is learnt from it."""
 
 
 def _build(tensors: Mapping[str, Tensor | None]) -> Experience:

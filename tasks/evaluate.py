@@ -150,7 +150,7 @@ def _make(
     shares_base: bool,
 ) -> StageResult:
     from rlhf_core.data import problems_from_jsonl
-    from rlhf_core.evaluation import evaluation_metrics, outcomes_to_jsonl
+    from rlhf_core.evaluation import check_judged, evaluation_metrics, outcomes_to_jsonl
     from rlhf_core.forgetting.measures import measures_to_jsonl
     from rlhf_core.rewards.verifying import verifier_name
 
@@ -158,6 +158,7 @@ def _make(
     problems = problems_from_jsonl((materialise(context, dataset) / "evaluation.jsonl").read_bytes())
     outcomes, constant, measures = _asked(context, config, policy, problems, scorer, shares_base=shares_base)
     name = REWARD_MODEL if scorer else str(verifier_name(config.data))
+    check_judged(outcomes, judge=name, most=config.ppo.max_abstained, what=f"held-out answers of {policy.uri}")
     metrics: dict[str, Any] = {"policy": policy.uri, "policy_digest": policy.digest}
     metrics |= evaluation_metrics(outcomes, name, SHOWN_CONFIDENCE)
     if constant is not None:
@@ -277,6 +278,8 @@ def _sentence(metrics: dict[str, Any]) -> str:
     policy, count, cut = metrics["policy"], metrics["problems"], f"{metrics['truncated']:.2f} cut off"
     if "forgetting/text" in metrics:
         cut += f", packaged text {metrics['forgetting/text']:.3f} nats per token"
+    if metrics["unjudged"]:
+        cut += f", {metrics['unjudged']} more without a verdict"
     if "accuracy" not in metrics:
         return f"{policy}: mean score {metrics['score']:+.3f} {ends} of {count} answers by the reward model, {cut}"
     parts = [

@@ -368,6 +368,8 @@ def _say_episode(record: EpisodeRecord, episodes: int) -> None:
     metrics = record.metrics
     verified = f"verifier {metrics['verifier']:.3f}  " if "raw/verifier" in metrics else ""
     figures = f"score {metrics['score']:.3f}  {verified}KL {metrics['kl']:.4f}"
+    if abstained := metrics.get("abstained"):
+        figures += f"  {abstained:.0%} abstained"
     if revivals := int(record.rollouts.get("revivals", 0)):
         figures += f"  {revivals} revived"
     time = f"{duration(left)} left in this stage" if left else f"took {duration(took)}"

@@ -117,6 +117,7 @@ def _sampled(
             seed=config.seed,
             on_progress=progress.step,
             judge=judge,
+            max_abstained=config.ppo.max_abstained,
         )
     check_bases(model)
     return made

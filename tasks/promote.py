@@ -8,7 +8,7 @@ from infra.artifacts import ArtifactRef
 from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.escaping import SHOWN_LENGTH, one_line
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
 from rlhf_core.gating import Contender, Verdict, judge, tally
@@ -160,15 +160,29 @@ class _Case(NamedTuple):
         policy: Parent,
         conditions: tuple[Condition, ...],
     ) -> _Case:
-        """Return the case of a policy over several nights' problems, each problem once."""
+        """Return the case of a policy over several nights' problems, each once, if it was judged for both.
+
+        Raises:
+            DataError: there are fewer than two.
+        """
+        from rlhf_core.evaluation import FEWEST_JUDGED
+
         before: dict[str, float] = {}
         after: dict[str, float] = {}
         new = 0
         for night in nights:
             new = len(before)
-            before = {**_scores(_stored(context, night.incumbent)), **before}
-            after = {**_scores(_stored(context, night.policy)), **after}
+            theirs, own = _scores(_stored(context, night.incumbent)), _scores(_stored(context, night.policy))
+            judged = theirs.keys() & own.keys()
+            before = {key: theirs[key] for key in judged} | before
+            after = {key: own[key] for key in judged} | after
             new = len(before) - new
+        if len(before) < FEWEST_JUDGED:
+            raise DataError(
+                f"only {counted(len(before), 'problem')} has a verdict for both {nights[-1].policy.uri} and "
+                f"{nights[-1].incumbent.uri}, and two are needed to compare them; repair the judge, and evaluate both "
+                "again"
+            )
         by_score = _by_score(_stored(context, nights[-1].policy))
         found = tally(before, after, config.gate.min_gain if by_score else 0.0)
         interval = _interval(before, after)
@@ -250,13 +264,13 @@ def _interval(before: dict[str, float], after: dict[str, float]) -> Interval:
 
 
 def _scores(evaluation: StageResult) -> dict[str, float]:
-    """Return 1 for each right answer and 0 for each other; the scores themselves where a reward model judged."""
-    from rlhf_core.evaluation import outcomes_from_jsonl
+    """Return 1 for each right answer and 0 for each wrong one; the scores themselves where a reward model judged."""
+    from rlhf_core.evaluation import judged, outcomes_from_jsonl
 
     store = open_context().store
     body = store.read_bytes(store.resolve(evaluation.uri), OUTCOMES)
     by_score = _by_score(evaluation)
-    return {each.key: each.score if by_score else float(each.correct) for each in outcomes_from_jsonl(body)}
+    return {each.key: each.score if by_score else float(each.correct) for each in judged(outcomes_from_jsonl(body))}
 
 
 def _by_score(evaluation: StageResult) -> bool:

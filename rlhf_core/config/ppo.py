@@ -27,7 +27,7 @@ class RewardConfig(Config):
     functions: dict[str, float] = Field(default_factory=dict)
     """Weights of reward functions, by name (`gsm8k_reward_fn`) or by path (`package.module:function`)."""
     timeout_s: float = Field(10.0, gt=0, le=86_400)
-    """Longest time that a reward function may take over one response; then that response gets a zero."""
+    """Longest time that a reward function may take over one response; then it has failed (`ppo.max_abstained`)."""
 
     @model_validator(mode="after")
     def _some_source(self) -> Self:
@@ -99,6 +99,10 @@ class PPOOptions(Config):
     """Cut scores to plus or minus this; None keeps them, as a verifier's scores should be kept."""
     normalise_rewards: bool = False
     """Divide scores by the running standard deviation of all earlier episodes' scores."""
+    max_abstained: float = Field(0.5, ge=0, le=1)
+    """A sample whose reward function or judge fails abstains: nothing is learnt from it. Of an episode of which a
+    larger share abstains nothing is learnt at all, and the run fails at its last commit; so do an evaluation, and the
+    sampling of preferences. At one half, most of what is learnt from was judged."""
     eps_clip_high: float | None = Field(None, gt=0)
     """Upper half-width of the trust region; None takes eps_clip."""
     dual_clip: float | None = Field(None, gt=1)

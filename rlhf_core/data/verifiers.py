@@ -18,6 +18,8 @@ class Verdict(NamedTuple):
     """1 if the answer is right, else 0."""
     well_formed: bool
     """The whole response is one answer in its tags, and the model ended it."""
+    failure: str | None = None
+    """Why nobody knows whether the answer is right (`rewards.abstaining.failure`); then the score is 0."""
 
 
 def verify(response: str, answer: str, *, ended: bool, tag: str) -> Verdict:
@@ -39,7 +41,7 @@ def verify(response: str, answer: str, *, ended: bool, tag: str) -> Verdict:
 
     Example:
         >>> verify("<answer>61 58, 50</answer>", "61 58 50", ended=True, tag="answer")
-        Verdict(score=1.0, well_formed=True)
+        Verdict(score=1.0, well_formed=True, failure=None)
     """
     well_formed = is_well_formed(response, ended=ended, tag=tag)
     right = well_formed and not _readings(_inner(response, tag)).isdisjoint(_readings(answer))

@@ -197,9 +197,14 @@ class Rollouts:
         return figures
 
     def state(self) -> RolloutState:
-        """Return what a training state keeps: nothing is copied, since nothing of it is ever changed."""
+        """Return what a training state keeps: nothing is copied, since nothing of it is ever changed.
+
+        A chunk in which a call of a judge failed is made again after a restart: the judge may be back by then.
+        """
         counts, waiting = self.queue.state()
-        return RolloutState(counts, self._controls.known(), tuple(made.result for made in waiting))
+        made = (each.result for each in waiting)
+        judged = tuple(chunk for chunk in made if not any(sample.failures for sample in chunk.samples))
+        return RolloutState(counts, self._controls.known(), judged)
 
     def _chunks(self, episode: int) -> list[Chunk]:
         problems = episode_problems(self._problems, self._config, seed=self._seed, episode=episode)

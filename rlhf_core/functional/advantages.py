@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -129,13 +131,18 @@ def gae(
 
 
 def grpo_advantages(
-    *, scores: Float[Tensor, " B"], penalties: Float[Tensor, " B"], group_size: int
+    *,
+    scores: Float[Tensor, " B"],
+    penalties: Float[Tensor, " B"],
+    group_size: int,
+    mask: Bool[Tensor, " B"] | None = None,
 ) -> Float[Tensor, " B"]:
     """Return scores standardised within each prompt's group, less what each response pays beyond its group's mean.
 
         A_i = (s_i - mean(s)) / (std(s) + 1e-6) - (p_i - mean(p))
 
-    The deviation is the sample's: squares are divided by G - 1. Scores that do not vary (`varies`) give exactly zero.
+    Of a group's responses those that the mask counts are all that there is. The deviation is the sample's: squares are
+    divided by one less than their number. Scores that do not vary (`varies`), as one alone, give exactly zero.
     Penalties are not divided by it: where all scores are equal their own spread would be blown up to 1, whatever
     their weight. One number per response: every token of it has this advantage.
 
@@ -143,9 +150,10 @@ def grpo_advantages(
         scores: of the task, one per response; each group's responses stand next to each other.
         penalties: weight times KL of each response, summed over its tokens.
         group_size: G, responses to one prompt, at least 2.
+        mask: True on responses that were judged; None counts all.
 
     Returns:
-        Advantages; they add up to zero in each group.
+        Advantages; they add up to zero in each group, and are zero where the mask is False.
 
     Raises:
         ValueError: if the group size is below 2 or does not divide the number of scores.
@@ -158,16 +166,19 @@ def grpo_advantages(
         >>> grpo_advantages(scores=scores, penalties=penalties, group_size=2)
         tensor([-0.7071,  0.7071,  0.2500, -0.2500])
     """
-    centred = _centred(scores, group_size)
-    variance = centred.square().sum(dim=1, keepdim=True) / (group_size - 1)
-    square = out_of_float16(scores).view(-1, group_size).square().mean(dim=1, keepdim=True)
+    centred, counts = _centred(scores, group_size, mask)
+    variance = centred.square().sum(dim=1, keepdim=True) / (counts - 1).clamp(min=1)
+    judged = scores if mask is None else torch.where(mask, scores, torch.zeros_like(scores))
+    square = out_of_float16(judged).view(-1, group_size).square().sum(dim=1, keepdim=True) / counts
     compared = torch.where(
         varies(variance=variance, square=square), centred / (variance.sqrt() + _EPSILON), torch.zeros_like(centred)
     )
-    return (compared - _centred(penalties, group_size)).flatten()
+    return (compared - _centred(penalties, group_size, mask).values).flatten()
 
 
-def dr_grpo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
+def dr_grpo_advantages(
+    *, scores: Float[Tensor, " B"], group_size: int, mask: Bool[Tensor, " B"] | None = None
+) -> Float[Tensor, " B"]:
     """Return scores minus the mean of each prompt's group.
 
         A_i = s_i - mean(s)
@@ -177,9 +188,10 @@ def dr_grpo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float
     Args:
         scores: one per response, KL penalty included; each group's responses stand next to each other.
         group_size: G, responses to one prompt, at least 2.
+        mask: True on responses that were judged, over which the mean is; None counts all.
 
     Returns:
-        Advantages; they add up to zero in each group.
+        Advantages; they add up to zero in each group, and are zero where the mask is False.
 
     Raises:
         ValueError: if the group size is below 2 or does not divide the number of scores.
@@ -191,23 +203,27 @@ def dr_grpo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float
         >>> dr_grpo_advantages(scores=torch.tensor([0.0, 2.0, 5.0, 5.0]), group_size=2)
         tensor([-1.,  1.,  0.,  0.])
     """
-    return _centred(scores, group_size).flatten()
+    return _centred(scores, group_size, mask).values.flatten()
 
 
-def rloo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
+def rloo_advantages(
+    *, scores: Float[Tensor, " B"], group_size: int, mask: Bool[Tensor, " B"] | None = None
+) -> Float[Tensor, " B"]:
     """Return scores minus the mean of the others in each prompt's group.
 
         A_i = s_i - sum_{j != i} s_j / (G - 1)
 
     The baseline does not hold the response's own score, so it leaves the gradient unbiased. Equal to
-    G / (G - 1) times `dr_grpo_advantages`.
+    G / (G - 1) times `dr_grpo_advantages`. G counts the responses that were judged; one that has no other to be
+    compared with has advantage 0.
 
     Args:
         scores: as in `dr_grpo_advantages`.
-        group_size: G, responses to one prompt, at least 2.
+        group_size: responses to one prompt, judged or not, at least 2.
+        mask: as in `dr_grpo_advantages`.
 
     Returns:
-        Advantages; they add up to zero in each group.
+        Advantages; they add up to zero in each group, and are zero where the mask is False.
 
     Raises:
         ValueError: if the group size is below 2 or does not divide the number of scores.
@@ -220,7 +236,8 @@ def rloo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float[Te
         >>> rloo_advantages(scores=torch.tensor([0.0, 2.0, 5.0, 5.0]), group_size=2)
         tensor([-2.,  2.,  0.,  0.])
     """
-    return (_centred(scores, group_size) * (group_size / (group_size - 1))).flatten()
+    centred, counts = _centred(scores, group_size, mask)
+    return (centred * (counts / (counts - 1).clamp(min=1))).flatten()
 
 
 def reinforce_pp_advantages(
@@ -282,12 +299,24 @@ def share_explained(
     return torch.where(varies(variance=total, square=square), 1 - unexplained / total, torch.zeros_like(total))
 
 
-def _centred(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, "N G"]:
+class _Centred(NamedTuple):
+    values: Tensor
+    """[N G], zero where a response does not count."""
+    counts: Tensor
+    """[N 1], responses that count, 1 for none."""
+
+
+def _centred(scores: Float[Tensor, " B"], group_size: int, mask: Bool[Tensor, " B"] | None) -> _Centred:
     if group_size < 2 or scores.numel() % group_size:  # noqa: PLR2004 - one response has nothing to compare with
         raise ValueError(
             f"expected whole groups of at least 2 responses to one prompt, got {scores.numel()} scores "
             f"and group_size {group_size}"
         )
     groups = out_of_float16(scores).view(-1, group_size)
-    shifted = groups - groups[:, :1]  # equal scores are now exactly zero, which rounding of a mean would miss
-    return shifted - shifted.mean(dim=1, keepdim=True)
+    judged = torch.ones_like(groups, dtype=torch.bool) if mask is None else mask.view(-1, group_size)
+    counts = judged.sum(dim=1, keepdim=True).clamp(min=1).to(groups.dtype)
+    first = groups.gather(1, judged.int().argmax(dim=1, keepdim=True))
+    # equal scores are now exactly zero, which rounding of a mean would miss
+    shifted = torch.where(judged, groups - first, torch.zeros_like(groups))
+    centred = shifted - shifted.sum(dim=1, keepdim=True) / counts
+    return _Centred(torch.where(judged, centred, torch.zeros_like(centred)), counts)

@@ -129,15 +129,17 @@ def broken_in_words(conditions: Sequence[Condition]) -> str:
 
 
 class _Pair(NamedTuple):
-    """The answers of both to one problem."""
+    """The answers of both to one problem, which were judged."""
 
     before: Outcome
     after: Outcome
 
 
 def _pairs(compared: Compared) -> list[_Pair]:
-    after = {each.key: each for each in compared.candidate.outcomes}
-    return [_Pair(each, after[each.key]) for each in compared.incumbent.outcomes if each.key in after]
+    after = {each.key: each for each in compared.candidate.outcomes if not each.failure}
+    return [
+        _Pair(each, after[each.key]) for each in compared.incumbent.outcomes if each.key in after and not each.failure
+    ]
 
 
 def _missing(name: str, threshold: float, why: str) -> _Finding:

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.ppo.failed_batch import KeepBatch, check_finite, write_failed_batch
 from rlhf_core.ppo.learner import PPOLearner, check_demonstrations, check_same
 from rlhf_core.ppo.metrics import PPOStats
 from rlhf_core.ppo.order import Rows, Window, episode_windows, minibatch_order
+from rlhf_core.rewards.abstaining import check_share
 from rlhf_core.strategy.ranks import together
 from rlhf_core.training.padding import PaddedBatch
 from rlhf_core.types import Experience, Sample
@@ -139,14 +142,15 @@ class EpisodeLearner:
             samples: the same rows as text, in any order; may be empty.
 
         Raises:
-            TrainingError: on all ranks, if there are no rows, not the same on each where they are shared, or a number
-                is not finite.
+            TrainingError: on all ranks, if there are no rows, not the same on each where they are shared, a number is
+                not finite, or too many samples of all ranks abstain.
         """
         if self.is_shared:
             check_same(collected, self.learner.ranks.everyone)
         ordered = sorted(samples, key=lambda sample: (sample.key, sample.index))
         self._samples = ordered if len(ordered) == len(collected) else []
         self.check(collected, self._samples)
+        self._check_abstained(collected, samples)
         self.learning = Learning(collected, self._restated(collected))
 
     def learn(self, passes: int) -> list[PPOStats]:
@@ -195,6 +199,18 @@ class EpisodeLearner:
         """Forget what the episode is learnt from."""
         self.learning, self._samples = None, []
 
+    def _check_abstained(self, collected: Experience, samples: Sequence[Sample]) -> None:
+        judged = collected.action_mask.any(dim=1).sum().cpu()
+        of, abstained = self.learner.ranks.sum(torch.stack([torch.tensor(len(collected)), len(collected) - judged]))
+        try:
+            check_share(
+                [sample.failures for sample in samples if sample.abstains],
+                abstained=int(abstained), of=int(of), most=self.learner.config.max_abstained,
+                what=f"samples of episode {ordinal(self.position.episode)}",
+            )  # fmt: skip
+        except TrainingError as error:
+            raise self._kept(error, collected, self._samples) from error
+
     def _take(self, window: Window) -> PPOStats:
         assert self.learning is not None
         rows = self._own(window.rows)
@@ -240,7 +256,7 @@ class EpisodeLearner:
             told = self.keep(write)
         except Exception as failure:  # the reason of the error counts more than where its batch is
             told = f"the batch could not be kept ({failure})"
-        return TrainingError(f"{error}; {told}")
+        return TrainingError(f"{error}; {told}", ends_as=error.ends_as)
 
 
 def learn_episode(

@@ -241,13 +241,15 @@ class PPOLearner:
     def training_step(self, experience: Experience, ptx: PaddedBatch | None = None) -> PPOStats:
         """Take one optimizer step on actor and critic from one minibatch; after an error, neither has taken it.
 
+        Where every response of it abstains, on all ranks, there is none but that of the demonstrations.
+
         Args:
             experience: this rank's rows of the minibatch, their `action_log_probs` recomputed; none if others have.
             ptx: this rank's demonstrations; needed if `config.ptx_coef` is above 0.
 
         Raises:
-            TrainingError: on all ranks, if there are no returns, response tokens or demonstrations on any, or a loss
-                or gradient is not finite.
+            TrainingError: on all ranks, if there are no returns or demonstrations on any, or a loss or gradient is
+                not finite.
         """
         config = self.config
         if config.ptx_coef > 0 and self.ranks.any(ptx is None):
@@ -356,8 +358,10 @@ class PPOLearner:
         )
 
     def _with_rescaled_values(self, batch: Experience, sharing: Ranks) -> Experience:
-        """Fit the critic's head, where that is due, to the batch that these ranks share."""
+        """Fit the critic's head, where that is due, to the batch that these ranks share, if any of it was judged."""
         if self.config.critic_init != "reward_model" or "critic" not in self._roles or self._line is not None:
+            return batch
+        if not sharing.sum(batch.action_mask.sum()):
             return batch
         self._line, batch = start_critic(self._roles["critic"], batch, self.config, sharing=sharing, ranks=self.ranks)
         return batch

@@ -114,7 +114,8 @@ class Loop:
     def _take_note(self, samples: Sequence[Sample]) -> None:
         """Let an episode's samples set the rewards of later ones, as soon as no error can have it collected again."""
         if self.controls is not None and samples:
+            judged = [sample for sample in samples if not sample.abstains]
             self.controls.update(
-                kl_per_sample=torch.tensor([sample.kl for sample in samples]),
-                scores=torch.tensor([sample.score for sample in samples]),
+                kl_per_sample=torch.tensor([sample.kl for sample in judged]),
+                scores=torch.tensor([sample.score for sample in judged]),
             )

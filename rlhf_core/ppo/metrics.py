@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from math import fsum, sqrt
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.counting import counted
+from rlhf_core.rewards.abstaining import KINDS, kind_of
 from rlhf_core.rewards.sources import VERIFIER
 from rlhf_core.rewards.verifying import RIGHT
 from rlhf_core.strategy.ranks import Ranks
@@ -51,7 +53,7 @@ class PPOStats(NamedTuple):
     ptx_loss: float
     """Of the demonstrations, before `ptx_coef`, in nats per token; 0 without them."""
     skipped: float
-    """1 if the actor's step was left out because a ratio exploded."""
+    """1 if the actor's step was left out because a ratio exploded, or because every response abstains."""
     actor_overflowed: float
     """1 if the actor's step was left out because its gradient overflowed in float16; the loss scale is halved then."""
     critic_overflowed: float
@@ -89,30 +91,35 @@ _EQUAL = 1e-14
 """Values whose squared deviations are a smaller part than this of their squares are equal but for rounding."""
 _SCORES, _SCORES_SQUARED, _VERIFIED, _VERIFIED_SQUARED = "scores", "scores squared", "verified", "verified squared"
 _TOTAL, _TOTAL_SQUARED, _FORMED, _FORMED_RIGHT = "total", "total squared", "formed", "formed and right"
+_ROWS_VERIFIED = "rows verified"
 _MEAN, _CROSS, _SQUARED = "sum of ", "product with total of ", "squares of "
 
 
-def judgement_sums(samples: Sequence[Sample]) -> dict[str, float]:
+def judgement_sums(samples: Sequence[Sample], *, sources: Collection[str], terms: Collection[str]) -> dict[str, float]:
     """Return sums over samples from which `judgement_metrics` are made: those of several ranks may be added.
 
     Args:
-        samples: at least one; all have the same sources.
+        samples: those that were judged; may be none.
+        sources: of reward, by name; the same on all ranks.
+        terms: of the score, by name, as the samples' parts have them.
     """
     totals = [fsum(sample.parts.values()) for sample in samples]
     scores = [sample.score for sample in samples]
     sums: dict[str, float] = {_SCORES: fsum(scores), _SCORES_SQUARED: fsum(score * score for score in scores)}
-    for name in sorted(samples[0].parts):
+    for name in sorted(terms):
         part = [sample.parts[name] for sample in samples]
         sums[_MEAN + name] = fsum(part)
         sums[_CROSS + name] = fsum(value * total for value, total in zip(part, totals, strict=True))
         sums[_SQUARED + name] = fsum(value * value for value in part)
-    if samples[0].parts:
+    if terms:
         sums |= {_TOTAL: fsum(totals), _TOTAL_SQUARED: fsum(total * total for total in totals)}
-    if VERIFIER in samples[0].raw_scores:
-        formed = [sample for sample in samples if sample.well_formed]
+    if VERIFIER in sources:
+        verified = [sample for sample in samples if VERIFIER in sample.raw_scores]
+        formed = [sample for sample in verified if sample.well_formed]
         sums |= {_FORMED: len(formed), _FORMED_RIGHT: sum(sample.verifier >= RIGHT for sample in formed)}
-        sums[_VERIFIED] = fsum(sample.verifier for sample in samples)
-        sums[_VERIFIED_SQUARED] = fsum(sample.verifier**2 for sample in samples)
+        sums[_ROWS_VERIFIED] = len(verified)
+        sums[_VERIFIED] = fsum(sample.verifier for sample in verified)
+        sums[_VERIFIED_SQUARED] = fsum(sample.verifier**2 for sample in verified)
     return sums
 
 
@@ -127,7 +134,7 @@ def judgement_metrics(sums: Mapping[str, float], rows: float) -> dict[str, float
 
     Args:
         sums: of `judgement_sums`, over all ranks.
-        rows: number of samples.
+        rows: number of samples, at least 1.
 
     Returns:
         `score_std`, 0 for a single sample; `reward_share_<source>` for each source; where a verifier judged,
@@ -145,13 +152,13 @@ def judgement_metrics(sums: Mapping[str, float], rows: float) -> dict[str, float
             metrics[SHARE + name] = covariance / variance if varies else 0.0
     if _FORMED in sums:
         metrics[GIVEN_FORM] = sums[_FORMED_RIGHT] / sums[_FORMED] if sums[_FORMED] else 0.0
-        metrics[VERIFIER_STD] = _std(sums[_VERIFIED], sums[_VERIFIED_SQUARED], rows)
+        metrics[VERIFIER_STD] = _std(sums[_VERIFIED], sums[_VERIFIED_SQUARED], sums[_ROWS_VERIFIED])
     return metrics
 
 
 def _std(total: float, squares: float, rows: float) -> float:
     """Return the standard deviation of a sample from its sum and the sum of its squares."""
-    deviations = squares - total * total / rows
+    deviations = squares - total * total / max(rows, 1)
     return sqrt(deviations / (rows - 1)) if rows > 1 and deviations > _EQUAL * squares else 0.0
 
 
@@ -217,17 +224,18 @@ def step_metrics(stats: PPOStats, experience: Experience, ranks: Ranks) -> dict[
 
     Returns:
         Besides the learner's: `reward`, the KL penalty included, `kl` (nats) and `length` (tokens), each the mean per
-        response.
+        response that does not abstain.
     """
     mask = experience.action_mask
     sums = [
         torch.where(mask, experience.reward, 0.0).sum(),
         torch.where(mask, experience.kl, 0.0).sum(),
         mask.sum(),
-        torch.tensor(len(experience), device=mask.device),
+        mask.any(dim=1).sum(),
     ]
     reward, kl, length, rows = ranks.sum(torch.stack([term.double() for term in sums])).tolist()
     named = {_COATIS.get(name, name): value for name, value in stats._asdict().items()}
+    rows = max(rows, 1.0)
     return named | {"reward": reward / rows, "kl": kl / rows, "length": length / rows}
 
 
@@ -240,29 +248,42 @@ def episode_metrics(samples: Sequence[Sample], controls: EpisodeControls, ranks:
         ranks: who collected together; all have the same sources of reward.
 
     Returns:
-        The number of `samples`; means per response of `score`, of what the `verifier` and the reward model (`rm_score`)
-        say, of `kl` (nats) and `length` (tokens); the shares that `ended` with a stop token and are `well_formed`; the
-        mean of each source's raw value; `judgement_metrics`; and `kl_coef` and `score_scale`, by which scores were
-        divided.
+        The number of `samples`, and the share of them that `abstained`, of which nothing else speaks. Means per
+        response of `score`, of what the `verifier` and the reward model (`rm_score`) say, of `kl` (nats) and `length`
+        (tokens); the shares that `ended` with a stop token and are `well_formed`; the mean of each source's raw value;
+        `judgement_metrics`; and `kl_coef` and `score_scale`, by which scores were divided. Where a source failed,
+        `failed/<source>/<kind>`: how often, and how (`rewards.abstaining.KINDS`).
     """
+    judged = [sample for sample in samples if not sample.abstains]
+    sources = sorted({*samples[0].raw_scores, *samples[0].failures})  # a source has spoken or failed
+    known = [[sample for sample in judged if source in sample.raw_scores] for source in sources]
     columns = {
-        "score": [sample.score for sample in samples],
-        "verifier": [sample.verifier for sample in samples],
-        "well_formed": [float(sample.well_formed) for sample in samples],
-        "kl": [sample.kl for sample in samples],
-        "length": [float(sample.length) for sample in samples],
-        "ended": [float(sample.ended) for sample in samples],
+        "score": [sample.score for sample in judged],
+        "verifier": [sample.verifier for sample in judged if VERIFIER not in sample.failures],
+        "well_formed": [float(sample.well_formed) for sample in judged],
+        "kl": [sample.kl for sample in judged],
+        "length": [float(sample.length) for sample in judged],
+        "ended": [float(sample.ended) for sample in judged],
     }
     if samples[0].rm_score is not None:
-        columns["rm_score"] = [sample.rm_score or 0.0 for sample in samples]
-    for source in sorted(samples[0].raw_scores):
-        columns[f"raw/{source}"] = [sample.raw_scores[source] for sample in samples]
-    judged = judgement_sums(samples)
-    own = [float(len(samples)), *(fsum(column) for column in columns.values()), *judged.values()]
-    rows, *sums = ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
-    means = {name: total / rows for name, total in zip(columns, sums[: len(columns)], strict=True)}
-    judgement = judgement_metrics(dict(zip(judged, sums[len(columns) :], strict=True)), rows)
-    return {"samples": rows, **means, **judgement, "kl_coef": controls.kl_coef, "score_scale": controls.score_std}
+        columns["rm_score"] = [sample.rm_score or 0.0 for sample in judged]
+    for source, those in zip(sources, known, strict=True):
+        columns[f"raw/{source}"] = [sample.raw_scores[source] for sample in those]
+    failed = Counter((source, kind_of(told)) for sample in samples for source, told in sample.failures.items())
+    sums = judgement_sums(judged, sources=sources, terms=samples[0].parts)
+    own = {"samples": float(len(samples)), "judged": float(len(judged))}
+    own |= {f"sum of {name}": fsum(column) for name, column in columns.items()}
+    own |= {f"number of {name}": float(len(column)) for name, column in columns.items()}
+    own |= {f"failed/{source}/{kind}": float(failed[source, kind]) for source in sources for kind in KINDS}
+    added = ranks.sum(torch.tensor([*own.values(), *sums.values()], dtype=torch.float64)).tolist()
+    of_all = dict(zip(own, added, strict=False))
+    means = {name: of_all[f"sum of {name}"] / max(of_all[f"number of {name}"], 1.0) for name in columns}
+    judgement = judgement_metrics(dict(zip(sums, added[len(own) :], strict=True)), max(of_all["judged"], 1.0))
+    failures = {name: count for name, count in of_all.items() if name.startswith("failed/") and count}
+    return {
+        "samples": of_all["samples"], "abstained": (of_all["samples"] - of_all["judged"]) / of_all["samples"],
+        **means, **judgement, "kl_coef": controls.kl_coef, "score_scale": controls.score_std, **failures,
+    }  # fmt: skip
 
 
 def staleness(versions: Tensor, *, learnt_at: int) -> dict[str, float]:
@@ -289,11 +310,16 @@ def step_means(stats: Sequence[PPOStats]) -> dict[str, float]:
 
 def sample_text(samples: Sequence[Sample]) -> str:
     """Return the first, the best and the worst response as a person reads them."""
-    best = max(samples, key=lambda sample: sample.score)
-    worst = min(samples, key=lambda sample: sample.score)
+    judged = [sample for sample in samples if not sample.abstains] or samples
+    best = max(judged, key=lambda sample: sample.score)
+    worst = min(judged, key=lambda sample: sample.score)
     shown = {"first": samples[0], "best": best, "worst": worst}
     return "\n\n".join(
-        f"--- {which}: score {sample.score:.4g}, KL {sample.kl:.4g}, {counted(sample.length, 'token')} ---\n"
+        f"--- {which}: {_score_text(sample)}, KL {sample.kl:.4g}, {counted(sample.length, 'token')} ---\n"
         f"{sample.prompt}\n>>> {sample.response}"
         for which, sample in shown.items()
     )
+
+
+def _score_text(sample: Sample) -> str:
+    return "abstains" if sample.abstains else f"score {sample.score:.4g}"

@@ -35,10 +35,11 @@ class Minibatch(NamedTuple):
     """This rank's share of a minibatch."""
 
     micros: list[Micro]
+    """None if every response of all ranks abstains."""
     denominator: Tensor
     """Of the losses' sums, over all ranks."""
     tokens: int
-    """Response tokens of all ranks, which all other means are over."""
+    """Response tokens of all ranks, which all other means are over; 0 if every response abstains."""
     figures: dict[str, float]
 
 
@@ -81,20 +82,20 @@ def prepare(
         with_critic: whether returns are needed.
 
     Raises:
-        TrainingError: on all ranks, if any has no returns that are needed, or there is no response token on any.
+        TrainingError: on all ranks, if any has no returns that are needed.
     """
     mask = batch.action_mask
     returns = batch.values if batch.returns is None else batch.returns
     errors = returns - batch.values
     advantage, value, target, error = agreed_moments([batch.advantages, batch.values, returns, errors], mask, ranks)
     tokens = int(advantage.count.item())
-    if not tokens:
-        raise TrainingError("expected experience with at least one response token, got none; all of it is padding")
     if with_critic and ranks.any(batch.returns is None):
         raise TrainingError(
             f"advantage estimator {config.advantage_estimator} trains the critic on returns, but the experience has "
             "none; make it with the same estimator"
         )
+    if not tokens:
+        return Minibatch([], torch.ones((), device=mask.device), 0, {})
     if config.advantage_estimator in WHITENED and not config.legacy:
         whitened = whiten_with(batch.advantages, mask, mean=advantage.mean, variance=advantage.variance)
         batch = batch.replace(advantages=whitened)

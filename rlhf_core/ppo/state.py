@@ -56,7 +56,7 @@ class RolloutState:
     controls: Mapping[int, EpisodeControls] = field(default_factory=dict)
     """Of each episode that makers may work on; those of an episode not named are the trainer's current ones."""
     waiting: tuple[MadeChunk, ...] = ()
-    """Made, and not learnt from."""
+    """Made, and not learnt from; of each, no call of a judge failed."""
     pushed: tuple[Experience, ...] = ()
     """Put into the trainer's buffer by somebody, and not learnt from."""
 
@@ -92,11 +92,18 @@ def state_to_json(state: TrainingState) -> dict[str, Any]:
         "rollouts": {
             "counts": dict(rollouts.counts),
             "controls": {str(episode): list(controls) for episode, controls in rollouts.controls.items()},
-            "waiting": [asdict(replace(chunk, experience={})) for chunk in rollouts.waiting],
+            "waiting": [_row_of(chunk) for chunk in rollouts.waiting],
             "pushed": len(rollouts.pushed),
         },
         "front": dict(state.front),
     }
+
+
+def _row_of(chunk: MadeChunk) -> dict[str, Any]:
+    row = asdict(replace(chunk, experience={}))
+    for sample in row["samples"]:  # empty in every state, and releases up to 0.3 know no such fields
+        del sample["failures"], sample["abstains"]
+    return row
 
 
 def state_tensors(state: TrainingState) -> dict[str, Tensor]:

@@ -73,6 +73,8 @@ def step_all(
 ) -> dict[str, float]:
     """Take one step on the actor and on the critic, where they are; return their figures.
 
+    Where every response abstains, only demonstrations teach: the critic takes no step, and without them neither does.
+
     Neither steps before the losses and gradients of both are known to be fit for it: after a loss or gradient that is
     not, the same minibatch can be learnt again, and no step is taken twice.
 
@@ -133,10 +135,12 @@ def learn_actor(trained: Trained, batch: Minibatch, ptx: PaddedBatch | None, con
     sums = ranks.sum(sums)
     # Backends order NaN at will: it travels apart. A NaN is an error, told by the loss; the guard is for explosions.
     nan, largest = ranks.max(torch.stack([highest.isnan().float(), highest.nan_to_num(nan=0.0)])).tolist()
-    figures = _figures_of(sums, batch.tokens) | {
+    figures = _figures_of(sums, max(batch.tokens, 1)) | {
         "max_ratio": largest,
         "actor_lr": float(trained.scheduler.get_last_lr()[0]),
     }
+    if not batch.tokens and config.ptx_coef == 0:
+        return Learnt("actor", figures | {"skipped": 1.0}, None)
     if config.max_ratio is not None and largest > config.max_ratio and not nan and bool(sums.isfinite().all()):
         trained.optimizer.zero_grad()
         return Learnt("actor", figures | {"skipped": 1.0}, None)
@@ -180,6 +184,8 @@ def learn_critic(trained: Trained, batch: Minibatch, context: StepContext) -> Le
     make_passes(trained, batch.micros, learn, context, role=1, forward=response_values)
     sums = context.ranks.sum(sums)
     lr = float(trained.scheduler.get_last_lr()[0])
+    if not batch.tokens:
+        return Learnt("critic", {"critic_lr": lr}, None)
     step = make_ready(trained, loss=sums[0], what="critic", grad_clip=_clip_of(trained, config), ranks=context.ranks)
     loss, clipped = sums.tolist()
     figures = {"critic_loss": loss, "value_clip_fraction": clipped / batch.tokens, "critic_lr": lr}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.functions import gsm8k_reward_fn, math_competition_reward_fn, response_text
-from rlhf_core.rewards.process import RewardProcess, call_each
+from rlhf_core.rewards.process import Called, RewardProcess, call_each
 from rlhf_core.rewards.resolve import RewardFunction, resolve_reward_function
 from rlhf_core.rewards.structure import check_tags
 
@@ -21,11 +21,16 @@ _OURS = {
 }
 
 
+def called_values(called: Sequence[Called]) -> Tensor:
+    """Return the values of calls, [B] in float32; NaN where they failed."""
+    return torch.tensor([each.value for each in called], dtype=torch.float32)
+
+
 class RLVRRewardModel:
     """Scores responses by functions of coati's form, each in a process of its own that may fail.
 
     A function is called as f(input_ids, attention_mask, response_start=, response_end=, gt_answer=, **kwargs)
-    with one response, on the CPU. What it raises, and NaN, cost that response a zero and a warning.
+    with one response, on the CPU. A call that fails gives NaN and a warning; PPO does not learn from its response.
 
     Args:
         reward_fn_list: the functions; one given twice counts twice. Of several with one name, all but the first
@@ -61,7 +66,7 @@ class RLVRRewardModel:
         response_end: Sequence[int] | None = None,
         gt_answer: Sequence[str | None] | None = None,
     ) -> Tensor:
-        """Return the sum of the functions' raw values, [B] in float32.
+        """Return the sum of the functions' raw values, [B] in float32; NaN where one failed.
 
         Args:
             input_ids: [B S], prompts and responses.
@@ -84,7 +89,22 @@ class RLVRRewardModel:
         response_end: Sequence[int] | None,
         gt_answer: Sequence[str | None] | None,
     ) -> dict[str, Tensor]:
-        """Return each function's raw values, [B] by name, on the CPU; arguments as for `forward`."""
+        """Return each function's raw values, [B] by name, on the CPU, NaN where it failed; arguments as `forward`."""
+        called = self.call(
+            input_ids, attention_mask, response_start=response_start, response_end=response_end, gt_answer=gt_answer
+        )
+        return {name: called_values(each) for name, each in called.items()}
+
+    def call(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        response_start: Sequence[int] | None,
+        response_end: Sequence[int] | None,
+        gt_answer: Sequence[str | None] | None,
+    ) -> dict[str, list[Called]]:
+        """Return what came of each function's calls, by name; arguments as for `forward`."""
         count, width = input_ids.shape
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         starts = [0] * count if response_start is None else [int(place) for place in response_start]
@@ -112,14 +132,14 @@ class RLVRRewardModel:
         if self._process is not None:
             self._process.close()
 
-    def _judge(self, function: RewardFunction, rows: Sequence[tuple[Any, ...]]) -> Tensor:
+    def _judge(self, function: RewardFunction, rows: Sequence[tuple[Any, ...]]) -> list[Called]:
         self._process = self._process or RewardProcess(self.timeout_s)
         if function.form == "text":
             arguments: list[tuple[Any, ...]] = [("", self._text(row), row[4]) for row in rows]
         else:
             arguments = list(rows)
         names = [f"row {index}" for index in range(len(rows))]
-        return torch.tensor(call_each(self._process, function, arguments, names=names), dtype=torch.float32)
+        return call_each(self._process, function, arguments, names=names)
 
     def _text(self, row: tuple[Any, ...]) -> str:
         ids, mask, start, end = row[:4]

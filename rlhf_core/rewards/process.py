@@ -1,8 +1,8 @@
 """Reward functions run in a process of their own: it may hang, crash or be killed, and nothing else is lost.
 
-`RewardProcess` is the owner's side: it starts the process, asks it, and kills it when a call takes too long; what fails
-costs its row a zero. `serve` is what the process runs: it reads pickled requests from its owner, answers in lines of
-JSON, and ends with its owner, whatever it is doing then. Neither imports torch, unless a function does.
+`RewardProcess` is the owner's side: it starts the process, asks it, and kills it when a call takes too long; a call
+that fails gives no number. `serve` is what the process runs: it reads pickled requests from its owner, answers in lines
+of JSON, and ends with its owner, whatever it is doing then. Neither imports torch, unless a function does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from importlib import import_module
 from typing import IO, Any, NamedTuple
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.rewards.abstaining import DIED, NO_NUMBER, RAISED, TIMED_OUT, failure
 from rlhf_core.rewards.resolve import RewardFunction
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,29 @@ _BOOT = (
 
 
 class RewardFunctionError(RlhfError):
-    """A reward function did not give a number; the message says why."""
+    """A reward function did not give a number.
+
+    Args:
+        told: what it did instead, as a sentence about `it`.
+        kind: which of `abstaining.KINDS` that is.
+    """
+
+    def __init__(self, told: str, kind: str) -> None:
+        super().__init__(told, kind)
+        self.told, self.kind = told, kind
+
+    def __str__(self) -> str:
+        """Return what it did."""
+        return self.told
+
+
+class Called(NamedTuple):
+    """What came of one call."""
+
+    value: float
+    """NaN if the call failed."""
+    failure: str | None = None
+    """Why there is no number, as `abstaining.failure` puts it; None if there is one."""
 
 
 class _Running(NamedTuple):
@@ -102,7 +125,7 @@ class RewardProcess:
             self.load(function)
             number = None if self._running is None else _number_of(function, self._running)
             if self._running is None or number is None:
-                raise RewardFunctionError("its process is gone")
+                raise RewardFunctionError("its process is gone", DIED)
             return self._ask(self._running, ("call", number, arguments), self._timeout_s)
 
     def close(self) -> None:
@@ -120,18 +143,18 @@ class RewardProcess:
             reply = json.loads(_read_line(running.replies, deadline))
         except TimeoutError:
             self.close()
-            raise RewardFunctionError(f"it took longer than {limit_s:g} s") from None
+            raise RewardFunctionError(f"it took longer than {limit_s:g} s", TIMED_OUT) from None
         except OSError:  # the pipe broke, or ended
             code = _exit_code(running.process)
             self.close()
-            raise RewardFunctionError(f"it ended its process ({code})") from None
+            raise RewardFunctionError(f"it ended its process ({code})", DIED) from None
         if "error" in reply:
-            raise RewardFunctionError(reply["error"])
+            raise RewardFunctionError(reply["error"], reply["kind"])
         value = float(reply["value"])
         if not math.isfinite(value):
-            raise RewardFunctionError(f"it returned {value}")
+            raise RewardFunctionError(f"it returned {value}", NO_NUMBER)
         if abs(value) > FLOAT32_MAX:
-            raise RewardFunctionError(f"it returned {value}, which float32 has no room for")
+            raise RewardFunctionError(f"it returned {value}, which float32 has no room for", NO_NUMBER)
         return value
 
     def _start(self) -> _Running:
@@ -160,10 +183,8 @@ class RewardProcess:
 
 def call_each(
     process: RewardProcess, function: RewardFunction, arguments: Sequence[tuple[Any, ...]], *, names: Sequence[str]
-) -> list[float]:
-    """Return the function's raw value for each row.
-
-    A row for which the function gives no number gets 0 and a warning that names function, row and reason.
+) -> list[Called]:
+    """Return the function's raw value for each row; of a call that fails, the reason, with a warning.
 
     Args:
         process: where the function runs.
@@ -174,10 +195,10 @@ def call_each(
     values = []
     for row, name in zip(arguments, names, strict=True):
         try:
-            values.append(process.call(function, *row))
+            values.append(Called(process.call(function, *row)))
         except RewardFunctionError as error:
-            _log.warning("reward function %s: %s; %s gets 0 from it", function.name, error, name)
-            values.append(0.0)
+            _log.warning("reward function %s: %s; it does not judge %s", function.name, error, name)
+            values.append(Called(math.nan, failure(error.kind, str(error))))
     return values
 
 
@@ -253,7 +274,7 @@ def serve(lifeline: int) -> None:
         try:
             reply = _answer(functions, *pickle.loads(request))
         except BaseException as error:  # also SystemExit: nothing that a function does ends the service
-            reply = {"error": f"it raised {type(error).__name__}: {error}"[:_LONGEST_REASON]}
+            reply = {"error": f"it raised {type(error).__name__}: {error}"[:_LONGEST_REASON], "kind": RAISED}
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()
 
@@ -266,7 +287,7 @@ def _answer(functions: dict[int, Callable[..., Any]], kind: str, number: int, co
     try:
         return {"value": float(value)}
     except (TypeError, ValueError):
-        return {"error": f"it returned {value!r}, which is not a number"[:_LONGEST_REASON]}
+        return {"error": f"it returned {value!r}, which is not a number"[:_LONGEST_REASON], "kind": NO_NUMBER}
 
 
 def _load(target: str | bytes, form: str, arguments: dict[str, Any]) -> Callable[..., Any]:

@@ -41,6 +41,10 @@ class Scores(NamedTuple):
     """[B] by source, scaled and weighted: they sum to the total; zero where a source has no weight."""
     well_formed: Tensor | None
     """[B], True where a response has the form of an answer; None if no source looks at it."""
+    abstains: Tensor
+    """[B], True where a source that has a weight failed: then nothing is paid, and total and parts are 0."""
+    failures: list[dict[str, str]]
+    """Of each response, by source that failed, why; one without a weight is among them."""
 
 
 class Weighted(NamedTuple):
@@ -75,8 +79,10 @@ class WeightedScorer:
         self._sources, self._scaled = tuple(sources), scaled
 
     def score(self, batch: ScoringBatch) -> Scores:
-        """Return the weighted sum of the scaled sources, its parts, and every raw value."""
+        """Return the weighted sum of the scaled sources, its parts, every raw value, and what failed."""
         total = torch.zeros(len(batch.prompts))
+        abstains = torch.zeros(len(batch.prompts), dtype=torch.bool)
+        failures: list[dict[str, str]] = [{} for _ in batch.prompts]
         raw: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}
         well_formed = None
@@ -87,8 +93,12 @@ class WeightedScorer:
             if weight:
                 parts[name] = weight * (judged.scaled if self._scaled else _sum(judged.raw))
                 total = total + parts[name]
+            for row, failed in enumerate(judged.failures):
+                failures[row] |= failed
+                abstains[row] |= bool(weight and failed)
             well_formed = well_formed if judged.well_formed is None else judged.well_formed
-        return Scores(total, raw, parts, well_formed)
+        total, *paid = (torch.where(abstains, 0.0, each) for each in (total, *parts.values()))
+        return Scores(total, raw, dict(zip(parts, paid, strict=True)), well_formed, abstains, failures)
 
     def close(self) -> None:
         """End the sources' processes."""

@@ -12,7 +12,7 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.trunk import device_of
-from rlhf_core.rewards.model import RLVRRewardModel
+from rlhf_core.rewards.model import RLVRRewardModel, called_values
 from rlhf_core.rewards.process import RewardProcess, call_each
 from rlhf_core.rewards.resolve import RewardFunction
 from rlhf_core.rewards.verifying import Answered, Judge, Verdict
@@ -52,9 +52,11 @@ class Judged(NamedTuple):
     scaled: Tensor
     """[B], of order one."""
     raw: Mapping[str, Tensor]
-    """[B] each, as they came."""
+    """[B] each, as they came; NaN where a call failed."""
     well_formed: Tensor | None = None
     """[B], True where a response has the form of an answer; None from a source that does not look at it."""
+    failures: Sequence[Mapping[str, str]] = ()
+    """Of each row, by name, why what was asked gave no number; empty from a source that cannot fail."""
 
 
 Source = Callable[[ScoringBatch], Judged]
@@ -84,7 +86,8 @@ class Verifier:
         ]
         verdicts = self._judge.judge(rows) if self._required else self._as_far_as_can_be(rows)
         found = torch.tensor([verdict.score for verdict in verdicts])
-        return Judged(found, {VERIFIER: found}, torch.tensor([verdict.well_formed for verdict in verdicts]))
+        formed = torch.tensor([verdict.well_formed for verdict in verdicts])
+        return Judged(found, {VERIFIER: found}, formed, _by_row(VERIFIER, [verdict.failure for verdict in verdicts]))
 
     def _as_far_as_can_be(self, rows: Sequence[Answered]) -> list[Verdict]:
         try:
@@ -139,7 +142,7 @@ class FunctionScores:
         self._function, self._process = function, process
 
     def __call__(self, batch: ScoringBatch) -> Judged:
-        """Return raw values and shares; a response for which the function gives no number gets 0.
+        """Return raw values and shares.
 
         Raises:
             DataError: if the function needs the task's records and a prompt has none.
@@ -149,8 +152,10 @@ class FunctionScores:
             row = (prompt.text, response, prompt.answer)
             rows.append((*row, self._entry(prompt)) if self._function.form == "entry" else row)
         names = [f"the response to {prompt.text[:40]!r} (key {prompt.key})" for prompt in batch.prompts]
-        raw = torch.tensor(call_each(self._process, self._function, rows, names=names), dtype=torch.float32)
-        return Judged(raw / self._function.maximum, {self._function.name: raw})
+        name, called = self._function.name, call_each(self._process, self._function, rows, names=names)
+        raw = called_values(called)
+        failures = _by_row(name, [each.failure for each in called])
+        return Judged(raw / self._function.maximum, {name: raw}, failures=failures)
 
     def close(self) -> None:
         """End the function's process."""
@@ -179,15 +184,20 @@ class VerifiableScores:
     def __call__(self, batch: ScoringBatch) -> Judged:
         """Return each function's raw values, and the sum of their shares."""
         start = batch.sequences.shape[1] - batch.action_mask.shape[1]
-        raw = self._model.raw_scores(
+        called = self._model.call(
             batch.sequences,
             batch.attention_mask,
             response_start=[start] * len(batch.prompts),
             response_end=(start + batch.action_mask.sum(dim=1) - 1).tolist(),
             gt_answer=[prompt.answer for prompt in batch.prompts],
         )
+        raw = {name: called_values(each) for name, each in called.items()}
         shares = [values / self._model.maxima[name] for name, values in raw.items()]
-        return Judged(torch.stack(shares).sum(dim=0), raw)
+        failures = [
+            {name: failed for name, each in called.items() if (failed := each[row].failure) is not None}
+            for row in range(len(batch.prompts))
+        ]
+        return Judged(torch.stack(shares).sum(dim=0), raw, failures=failures)
 
 
 class CalledScores:
@@ -217,6 +227,10 @@ class CalledScores:
                 "it should return one score for each"
             )
         return Judged(found, {REWARD_MODEL: found})
+
+
+def _by_row(name: str, failures: Sequence[str | None]) -> list[dict[str, str]]:
+    return [{} if failed is None else {name: failed} for failed in failures]
 
 
 AnyRewardModel = RewardModel | RLVRRewardModel | Callable[..., Tensor]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from rlhf_core.data.gym import ADAPTERS
 from rlhf_core.data.verifiers import Verdict, verify
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.rewards.process import RewardFunctionError, RewardProcess, call_each
+from rlhf_core.rewards.abstaining import NO_NUMBER, failure
+from rlhf_core.rewards.process import Called, RewardFunctionError, RewardProcess, call_each
 from rlhf_core.rewards.resolve import GYM, RewardFunction, code_digest, resolve_reward_function
 from rlhf_core.rewards.structure import Tags, answer_tags, validate_response_structure
 
@@ -92,7 +93,7 @@ class FunctionJudge:
     Args:
         function: of text, or of text and the task's record.
         tags: the form of a response.
-        timeout_s: longest time of one call; a response that takes longer scores 0, with a warning.
+        timeout_s: longest time of one call; one that takes longer has failed.
 
     Raises:
         ConfigError: if the function cannot be imported.
@@ -108,15 +109,23 @@ class FunctionJudge:
             raise ConfigError(f"verifier {function.name!r} cannot be imported: {error}") from None
 
     def judge(self, rows: Sequence[Answered]) -> list[Verdict]:
-        """Return what the function makes of each response that ended; as in `Judge`."""
+        """Return what the function makes of each response that ended; as in `Judge`.
+
+        A call that fails, or returns what is not from 0 to 1, makes a verdict with its failure, and a warning.
+        """
         arguments = [self._arguments(row) for row in rows]
         asked = [number for number, row in enumerate(rows) if row.ended]
         names = [f"the response to {rows[number].prompt[:40]!r} (key {rows[number].key})" for number in asked]
         found = call_each(self._process, self._function, [arguments[number] for number in asked], names=names)
-        scores = {n: self._share(value, name) for n, value, name in zip(asked, found, names, strict=True)}
+        shares = {n: self._share(called, name) for n, called, name in zip(asked, found, names, strict=True)}
+        cut_off = Called(0.0)
         return [
-            Verdict(scores.get(number, 0.0), row.ended and validate_response_structure(row.response, self._tags))
-            for number, row in enumerate(rows)
+            Verdict(
+                0.0 if share.failure else share.value,
+                row.ended and validate_response_structure(row.response, self._tags),
+                share.failure,
+            )
+            for share, row in ((shares.get(number, cut_off), row) for number, row in enumerate(rows))
         ]
 
     def close(self) -> None:
@@ -129,15 +138,16 @@ class FunctionJudge:
             return (row.prompt, row.response, row.answer, _entry(row, name))
         return (row.prompt, row.response, _answer(row, name))
 
-    def _share(self, value: float, name: str) -> float:
-        share = value / self._function.maximum
+    def _share(self, called: Called, name: str) -> Called:
+        """Return the share of the maximum that a call gave; one outside 0 and 1 is a failure."""
+        share = called.value / self._function.maximum
+        if called.failure:
+            return called
         if -_ROUNDING <= share <= RIGHT + _ROUNDING:
-            return RIGHT if share >= RIGHT - _ROUNDING else max(share, 0.0)
-        _log.warning(
-            "verifier %s: it returned %g, but a verifier says from 0 to 1, where 1 is right; %s gets 0 from it",
-            self._function.name, value, name,
-        )  # fmt: skip
-        return 0.0
+            return Called(RIGHT if share >= RIGHT - _ROUNDING else max(share, 0.0))
+        told = f"it returned {called.value:g}, but a verifier says from 0 to 1, where 1 is right"
+        _log.warning("verifier %s: %s; it does not judge %s", self._function.name, told, name)
+        return Called(called.value, failure(NO_NUMBER, told))
 
 
 def build_judge(

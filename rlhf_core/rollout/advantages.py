@@ -54,12 +54,21 @@ def compares_groups(config: RolloutConfig) -> bool:
 
 
 def estimate(
-    *, scores: Tensor, forwards: Forwards, config: RolloutConfig, controls: EpisodeControls, legacy_form: LegacyForm
+    *,
+    scores: Tensor,
+    abstains: Tensor,
+    forwards: Forwards,
+    config: RolloutConfig,
+    controls: EpisodeControls,
+    legacy_form: LegacyForm,
 ) -> Estimates:
     """Return divergence, rewards, advantages and returns by the configuration's estimator.
 
+    A response that abstains has a divergence, and neither rewards nor advantages; none is compared with it.
+
     Args:
         scores: [B], the weighted sum of the sources; normalised by the controls and clipped here.
+        abstains: [B], True where there is no score.
         forwards: of the chunk's models.
         config: estimator, discount, clipping.
         controls: of the episode.
@@ -71,6 +80,7 @@ def estimate(
         mask=forwards.mask,
         estimator=config.kl_estimator,
     )
+    forwards = forwards._replace(mask=forwards.mask & ~abstains.unsqueeze(1))
     if config.legacy:
         return _legacy(scores, divergence, forwards, config, controls.kl_coef, legacy_form)
     paid = (scores - controls.score_mean) / controls.score_std
@@ -85,20 +95,22 @@ def estimate(
             advantages = reinforce_pp_advantages(rewards=rewards, mask=mask, gamma=config.gamma)
         case name:
             # there is no token's own reward: the penalty of all tokens together belongs to the response
-            each = _compare(name, paid, controls.kl_coef * divergence.sum(dim=1), config.samples_per_prompt)
+            each = _compare(name, paid, controls.kl_coef * divergence.sum(dim=1), config.samples_per_prompt, ~abstains)
             advantages = torch.where(mask, each.unsqueeze(1), 0.0)
     return Estimates(divergence, rewards, advantages, None)
 
 
-def _compare(name: Literal["grpo", "dr_grpo", "rloo"], scores: Tensor, penalties: Tensor, group_size: int) -> Tensor:
-    """Return the advantage of each response over the others of its prompt."""
+def _compare(
+    name: Literal["grpo", "dr_grpo", "rloo"], scores: Tensor, penalties: Tensor, group_size: int, judged: Tensor
+) -> Tensor:
+    """Return the advantage of each response over the others of its prompt, of those that were judged."""
     match name:
         case "grpo":
-            return grpo_advantages(scores=scores, penalties=penalties, group_size=group_size)
+            return grpo_advantages(scores=scores, penalties=penalties, group_size=group_size, mask=judged)
         case "dr_grpo":
-            return dr_grpo_advantages(scores=scores - penalties, group_size=group_size)
+            return dr_grpo_advantages(scores=scores - penalties, group_size=group_size, mask=judged)
         case "rloo":
-            return rloo_advantages(scores=scores - penalties, group_size=group_size)
+            return rloo_advantages(scores=scores - penalties, group_size=group_size, mask=judged)
 
 
 def _with_critic(divergence: Tensor, rewards: Tensor, forwards: Forwards, config: RolloutConfig) -> Estimates:

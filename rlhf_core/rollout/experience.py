@@ -385,8 +385,9 @@ def assemble(
         legacy_form: which of upstream's trainers `config.legacy` follows.
     """
     estimates = estimate(
-        scores=scores.total, forwards=forwards, config=config, controls=controls, legacy_form=legacy_form
-    )
+        scores=scores.total, abstains=scores.abstains, forwards=forwards, config=config, controls=controls,
+        legacy_form=legacy_form,
+    )  # fmt: skip
     experience = Experience(
         sequences=batch.sequences,
         action_log_probs=forwards.logprobs,
@@ -395,7 +396,7 @@ def assemble(
         kl=estimates.kl,
         advantages=estimates.advantages,
         attention_mask=batch.attention_mask,
-        action_mask=batch.action_mask,
+        action_mask=batch.action_mask & ~scores.abstains.unsqueeze(1),
         policy_version=torch.full((len(batch.prompts),), policy_version),
         rollout_log_probs=rollout_log_probs,
         returns=estimates.returns,

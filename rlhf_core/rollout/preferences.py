@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -14,7 +14,9 @@ from rlhf_core.data import PreferencePair, Problem, PromptTemplate
 from rlhf_core.data.preferences import VerifiedSample, pairs_from_samples
 from rlhf_core.errors import DataError
 from rlhf_core.generation import GenerationSettings, make_engine, sample_uniforms
-from rlhf_core.rewards.verifying import RIGHT, Answered, ExactJudge, Judge
+from rlhf_core.rewards.abstaining import check_share
+from rlhf_core.rewards.sources import VERIFIER
+from rlhf_core.rewards.verifying import RIGHT, Answered, ExactJudge, Judge, Verdict
 
 PROMPTS_AT_ONCE = 16
 SAMPLING_ROUND = -1
@@ -26,7 +28,8 @@ class SampledPairs(NamedTuple):
 
     pairs: list[PreferencePair]
     figures: dict[str, float]
-    """samples, accuracy and share well formed of the samples, mixed: share of prompts with right and wrong ones."""
+    """samples that were judged and unjudged; accuracy and share well formed of the judged; mixed: share of prompts with
+    right and wrong ones; pairs."""
 
 
 def sample_pairs(
@@ -38,8 +41,11 @@ def sample_pairs(
     seed: int,
     on_progress: Callable[[int], None],
     judge: Judge | None = None,
+    max_abstained: float = 0.0,
 ) -> SampledPairs:
     """Sample responses to each problem at temperature 1 and pair better ones with worse ones.
+
+    A response at which the judge fails is in no pair.
 
     Args:
         model: the policy.
@@ -49,20 +55,31 @@ def sample_pairs(
         seed: of the samples, and of the pairs' order.
         on_progress: called with the number of problems done.
         judge: the data's verifier (`judge_of`), left open; None compares with the answer (`exact`).
+        max_abstained: the largest share of responses at which the judge may fail.
 
     Raises:
-        DataError: no problem has two responses of different worth, so there is nothing to learn from.
+        DataError: the judge fails too often; or no problem has two responses of different worth, so there is nothing
+            to learn from.
     """
     judge = judge or ExactJudge(template.answer_tag)
     samples: list[VerifiedSample] = []
     mixed: list[bool] = []
+    failures: list[str] = []
     for start in range(0, len(problems), PROMPTS_AT_ONCE):
         batch = problems[start : start + PROMPTS_AT_ONCE]
-        made = _verified(judge, _sample(model, template, batch, config, seed))
-        samples += made
-        groups = [made[row : row + config.samples_per_prompt] for row in range(0, len(made), config.samples_per_prompt)]
-        mixed += [len({sample.score for sample in group}) > 1 for group in groups]
+        answered = _sample(model, template, batch, config, seed)
+        verdicts = judge.judge(answered)
+        failures += [verdict.failure for verdict in verdicts if verdict.failure is not None]
+        made = list(zip(answered, verdicts, strict=True))
+        for row in range(0, len(made), config.samples_per_prompt):
+            group = _verified(made[row : row + config.samples_per_prompt])
+            mixed.append(len({sample.score for sample in group}) > 1)
+            samples += group
         on_progress(start + len(batch))
+    check_share(
+        [{VERIFIER: failed} for failed in failures], abstained=len(failures), of=len(samples) + len(failures),
+        most=max_abstained, what="samples for preference pairs", error=DataError,
+    )  # fmt: skip
     pairs = pairs_from_samples(samples, most=config.pairs, seed=seed)
     if not pairs:
         raise DataError(
@@ -76,6 +93,7 @@ def sample_pairs(
         "well_formed": fmean(sample.well_formed for sample in samples),
         "mixed": fmean(mixed),
         "pairs": len(pairs),
+        "unjudged": len(failures),
     }
     return SampledPairs(pairs, figures)
 
@@ -109,9 +127,9 @@ def _sample(
     return samples
 
 
-def _verified(judge: Judge, samples: Sequence[Answered]) -> list[VerifiedSample]:
-    verdicts = judge.judge(samples)
+def _verified(judged: Iterable[tuple[Answered, Verdict]]) -> list[VerifiedSample]:
     return [
         VerifiedSample(sample.prompt, sample.response, verdict.score, verdict.well_formed)
-        for sample, verdict in zip(samples, verdicts, strict=True)
+        for sample, verdict in judged
+        if verdict.failure is None
     ]

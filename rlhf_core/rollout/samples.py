@@ -59,7 +59,8 @@ def describe(
     parts = {name: values.tolist() for name, values in scores.parts.items()}
     described = []
     for row, prompt in enumerate(batch.prompts):
-        said = {name: values[row] for name, values in raw.items()}
+        failures = scores.failures[row]
+        said = {name: values[row] for name, values in raw.items() if name not in failures}
         text, ended = batch.responses[row], bool(batch.ended[row])
         formed = is_well_formed(text, ended=ended, tag=tag) if scores.well_formed is None else scores.well_formed[row]
         described.append(
@@ -78,6 +79,8 @@ def describe(
                 index=samples[row],
                 raw_scores=said,
                 parts={name: values[row] for name, values in parts.items()},
+                failures=failures,
+                abstains=bool(scores.abstains[row]),
             )
         )
     return described

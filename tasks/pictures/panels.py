@@ -87,8 +87,16 @@ def values(rows: Rows, name: str) -> tuple[float, ...]:
     return tuple(float(value) if isinstance(value, int | float) else nan for value in found)
 
 
+def _judged(rows: Rows) -> tuple[float, ...]:
+    """Return of how many samples each episode's figures speak; in rows of earlier releases none abstained."""
+    return tuple(
+        count - (round(count * share) if isfinite(share) else 0)
+        for count, share in zip(values(rows, "samples"), values(rows, "abstained"), strict=True)
+    )
+
+
 def _shares(rows: Rows, evaluations: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
-    samples, formed = values(rows, "samples"), values(rows, "well_formed")
+    samples, formed = _judged(rows), values(rows, "well_formed")
     verified = any("raw/verifier" in row for row in rows)
     panels = []
     if verified:
@@ -129,6 +137,8 @@ def _sources(rows: Rows) -> list[Panel]:
     shares = [Line(name, values(rows, f"reward_share_{name}")) for name in _named(rows, "reward_share_")]
     title = f"Score of {raw[0].name.replace('_', ' ')}" if len(raw) == 1 else "Other sources of reward"
     panels = [Panel(title, "mean, unweighted", tuple(raw))]
+    if any(row.get("abstained") for row in rows):
+        panels.append(Panel("Abstained", "share of samples", (_line(rows, "abstained"),), floor=0.0, ceiling=1.0))
     if len(shares) > 1:  # a single source always has all of it
         regular = all(0 <= value <= 1 for line in shares for value in line.values if isfinite(value))
         floor, ceiling = (0.0, 1.0) if regular else (None, None)  # sources that work against each other leave [0, 1]
@@ -167,13 +177,13 @@ def _share(rows: Rows, name: str, counts: Sequence[float]) -> Line:
 
 def _mean(rows: Rows, name: str) -> Line:
     """Return a mean with its normal interval over each episode's samples, as if no two shared a prompt."""
-    columns = (values(rows, column) for column in (name, f"{name}_std", "samples"))
+    columns = (values(rows, name), values(rows, f"{name}_std"), _judged(rows))
     return _with_ends(name, values(rows, name), [_normal(*figures) for figures in zip(*columns, strict=True)])
 
 
 def _verified(rows: Rows) -> Line:
     """Return the verifier's mean: where it says 0 or 1 alone, it is a share; of parts of a point, it is any mean."""
-    columns = (values(rows, column) for column in ("verifier", "verifier_std", "samples"))
+    columns = (values(rows, "verifier"), values(rows, "verifier_std"), _judged(rows))
     ends = [
         _normal(mean, std, count) if _has_parts(mean, std, count) else _wilson(mean, count)
         for mean, std, count in zip(*columns, strict=True)

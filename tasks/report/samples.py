@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_core.counting import counted
 from rlhf_core.escaping import SHOWN_LENGTH, code
+from rlhf_core.rewards.abstaining import told_of
 
 SHOWN_RANDOM, SHOWN_CHANGES, SHOWN_IN_REPORT = 3, 4, 3
 GAINED, LOST, BOTH_RIGHT, BOTH_WRONG = "wrong → right", "right → wrong", "both right", "both wrong"
@@ -26,9 +27,10 @@ def chosen_samples(samples: Sequence[Mapping[str, Any]], seed: int) -> list[dict
     if not samples:
         return []
     places = range(len(samples))
+    judged = [at for at in places if not samples[at].get("abstains")] or places
     why: dict[int, list[str]] = {}
-    why.setdefault(max(places, key=lambda at: samples[at]["score"]), []).append("best")
-    why.setdefault(min(places, key=lambda at: samples[at]["score"]), []).append("worst")
+    why.setdefault(max(judged, key=lambda at: samples[at]["score"]), []).append("best")
+    why.setdefault(min(judged, key=lambda at: samples[at]["score"]), []).append("worst")
     why.setdefault(max(places, key=lambda at: samples[at]["length"]), []).append("longest")
     rest = [at for at in places if at not in why]
     for at in Random(seed).sample(rest, min(SHOWN_RANDOM, len(rest))):
@@ -51,7 +53,7 @@ def changes(
     rows = [
         {"kind": _kind(row, later[row["key"]], by_model=by_model), "before": row, "after": later[row["key"]]}
         for row in before
-        if row["key"] in later
+        if row["key"] in later and not (row.get("failure") or later[row["key"]].get("failure"))
     ]
     counts = Counter(row["kind"] for row in rows)
     up, down = _KINDS[by_model][:2]
@@ -130,16 +132,26 @@ def _change_list(shown: Sequence[Mapping[str, str]]) -> str:
 def _sample_list(chosen: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(
         _told(
-            f"{sample['why']}: score {sample['score']:.3f}, KL {sample['kl']:.3f} nats, "
-            f"{counted(sample['length'], 'token')}",
+            f"{sample['why']}: {_score(sample)}, KL {sample['kl']:.3f} nats, {counted(sample['length'], 'token')}",
             {
                 "problem": code(sample["prompt"].strip()),
                 "right answer": code(sample["answer"]) if sample.get("answer") else "",
                 "response": code(sample["response"]),
+                "not judged": _failures(sample),
             },
         )
         for sample in chosen
     )
+
+
+def _score(sample: Mapping[str, Any]) -> str:
+    return "abstains" if sample.get("abstains") else f"score {sample['score']:.3f}"
+
+
+def _failures(sample: Mapping[str, Any]) -> str:
+    """Return who failed at a sample, and why; those of earlier releases do not tell."""
+    failed = sample.get("failures") or {}
+    return code("; ".join(f"{who}: {told_of(why)}" for who, why in failed.items())) if failed else ""
 
 
 def _told(what: str, texts: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ A figure that an artifact does not have leaves its cell empty.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from statistics import fmean
@@ -27,6 +28,7 @@ EPISODE_TABLES = (
         "verifier": "verifier's score",
         "accuracy_given_form": "right, given the form",
         "well_formed": "well formed",
+        "abstained": "abstained",
     },
     {"kl": "KL, nats", "length": "tokens", "entropy": "entropy, nats per token", "clip_fraction": "clipped"},
     {
@@ -144,6 +146,8 @@ def episode_tables(episodes: Sequence[Metrics]) -> str:
     unknown = set() if any("raw/verifier" in row for row in episodes) else JUDGED  # 0 where no verifier judged
     if not any(row.get("staleness") for row in episodes):
         unknown = unknown | OVERLAP
+    if not any(row.get("abstained") for row in episodes):
+        unknown = unknown | {"abstained"}
     shown, parts = _evenly(episodes), []
     for columns in EPISODE_TABLES:
         known = {
@@ -154,9 +158,20 @@ def episode_tables(episodes: Sequence[Metrics]) -> str:
         rows = [[str(ordinal(row["episode"])), *(number(row, name) for name in known)] for row in shown]
         if known:
             parts.append(table(["episode", *known.values()], rows))
+    if failed := _failed_calls(episodes):
+        parts.append(f"Calls of judges that failed: {failed}.")
     if left_out := len(episodes) - len(shown):
         parts.append(f"Left out here: {counted(left_out, 'episode')}; metrics.jsonl has all of them.")
     return "\n\n".join(parts)
+
+
+def _failed_calls(episodes: Sequence[Metrics]) -> str:
+    """Return how often which source of reward failed, and how, in all episodes together."""
+    found: Counter[str] = Counter()
+    for row in episodes:
+        found.update({name: round(value) for name, value in row.items() if name.startswith("failed/")})
+    named = ((name.removeprefix("failed/").rpartition("/"), count) for name, count in found.most_common())
+    return ", ".join(f"{prose(source)} {prose(kind.replace('_', ' '))} {count}" for (source, _, kind), count in named)
 
 
 def time_table(facts: Facts) -> str:

@@ -149,6 +149,14 @@ def constant_length(ranks: Ranks) -> Found:
     return step(ranks, aggregation="constant_length", advantage_estimator="rloo", samples_per_prompt=2)
 
 
+def all_abstain(ranks: Ranks) -> Found:
+    """After a step, a minibatch of which every response abstains: neither rank steps, and neither waits."""
+    ours = learner(ranks)
+    batch = share(near(ours, tiny_experience()), ranks)
+    nobody = batch.replace(action_mask=torch.zeros_like(batch.action_mask))
+    return found(ours, ours.training_step(batch), ours.training_step(nobody))
+
+
 def learnt(ranks: Ranks, strategy: str, experience: Experience, batch_size: int, **changes: object) -> Found:
     """An episode in minibatches of so many rows of all ranks."""
     ours = learner(ranks, strategy, train_batch_size=batch_size // ranks.world_size, max_epochs=3, **changes)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parallel
 
 EQUAL = (
     "whole", "adapters", "mixed", "sequence_mean", "constant_length", "from_reward_model", "no_tokens_here",
-    "unequal_micro_batches", "controls", "bare_optimizer", "small_buckets", "sliced",
+    "unequal_micro_batches", "controls", "bare_optimizer", "small_buckets", "sliced", "all_abstain",
 )  # fmt: skip
 EPISODES = ("episode", "uneven", "whole_from_reward_model", "checkpointed")
 OTHERS = ("uneven_adapters", "agreement", "waiting")

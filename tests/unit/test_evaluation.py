@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rlhf_core.evaluation import (
     ConstantAnswer,
     Outcome,
     best_constant,
+    check_judged,
     evaluate_policy,
     evaluation_metrics,
     outcomes_from_jsonl,
@@ -119,6 +121,40 @@ def outcome(score: float, *, well_formed: bool = True) -> Outcome:
     return Outcome("k", "p", "a", "r", score >= 1.0, well_formed, False, score)
 
 
+def test_answers_without_a_verdict_are_neither_right_nor_wrong() -> None:
+    unknown = replace(outcome(0.0), failure="timed_out: it took longer than 10 s", truncated=True)
+    rows = [outcome(1.0), unknown, outcome(0.0), unknown, outcome(1.0)]
+    found, known = (evaluation_metrics(each, "f", 0.95) for each in (rows, [rows[0], rows[2], rows[4]]))
+    assert found == known | {"unjudged": 2}
+    assert outcomes_from_jsonl(outcomes_to_jsonl(rows)) == rows
+    check_judged(rows, judge="f", most=0.4, what="answers")
+    with pytest.raises(
+        DataError, match=r"^2 of 5 answers could not be judged, .*\(0.3\): f failed 2 times \(timed out 2"
+    ):
+        check_judged(rows, judge="f", most=0.3, what="answers")
+    with pytest.raises(DataError, match="1 of 2 answers could not be judged"):  # no interval of one
+        check_judged(rows[:2], judge="f", most=1.0, what="answers")
+
+
+class Moody:
+    """A judge that fails at one problem, whoever answers."""
+
+    def judge(self, rows: Sequence[Answered]) -> list[Verdict]:
+        return [
+            Verdict(0.0 if row.answer == "3" else 1.0, True, "died: x" if row.answer == "3" else None) for row in rows
+        ]
+
+    def close(self) -> None: ...
+
+
+def test_a_verdict_that_fails_is_kept_with_its_outcome_and_counts_for_no_constant(template: PromptTemplate) -> None:
+    config = EvaluationConfig(max_new_tokens=RIGHT_LENGTH + 2)
+    outcomes = evaluate_policy(tiny_llama(), template, PROBLEMS, config, Moody())
+    assert [each.failure for each in outcomes] == ["", "", "", "died: x", "", "", ""]
+    assert [each.correct for each in outcomes] == [True, True, True, False, True, True, True]
+    assert best_constant(PROBLEMS, template, Moody()) == ConstantAnswer("0", 1.0)
+
+
 def test_figures_by_hand() -> None:
     # of five: two right, three well formed, so 2/5 right and 2/3 given the form; the mean score (1 + 1 + .1) / 5
     rows = [outcome(1.0), outcome(1.0), outcome(0.1), outcome(0.0, well_formed=False), outcome(0.0, well_formed=False)]
@@ -126,7 +162,8 @@ def test_figures_by_hand() -> None:
     # Wilson, n = 5, p = 0.4, z^2 = 3.841459: centre (0.4 + 0.3841459) / 1.7682918 = 0.443448,
     # half = 1.959964 / 1.7682918 * sqrt(0.048 + 0.0384146) = 0.325828
     expected = {
-        "problems": 5, "judge": "gsm8k_reward_fn", "score": 0.42, "accuracy": 0.4, "accuracy_given_form": 2 / 3,
+        "problems": 5, "unjudged": 0, "judge": "gsm8k_reward_fn", "score": 0.42, "accuracy": 0.4,
+        "accuracy_given_form": 2 / 3,
         "well_formed": 0.6, "truncated": 0.0, "low": 0.443448 - 0.325828, "high": 0.443448 + 0.325828,
     }  # fmt: skip
     assert found.keys() == expected.keys()

@@ -86,18 +86,21 @@ class ScoreArrays(NamedTuple):
     raw: Mapping[str, Array]
     parts: Mapping[str, Array]
     well_formed: Array | None
+    abstains: Array
+    failures: list[dict[str, str]]
 
     @classmethod
     def of(cls, scores: Scores) -> ScoreArrays:
         """Return what the judges said."""
         raw, parts = ({name: each.numpy() for name, each in named.items()} for named in (scores.raw, scores.parts))
-        return cls(scores.total.numpy(), raw, parts, None if scores.well_formed is None else scores.well_formed.numpy())
+        formed = None if scores.well_formed is None else scores.well_formed.numpy()
+        return cls(scores.total.numpy(), raw, parts, formed, scores.abstains.numpy(), scores.failures)
 
     def unpacked(self) -> Scores:
         """Return them as they were."""
         raw, parts = ({name: torch.tensor(each) for name, each in named.items()} for named in (self.raw, self.parts))
         formed = None if self.well_formed is None else torch.tensor(self.well_formed)
-        return Scores(torch.tensor(self.total), raw, parts, formed)
+        return Scores(torch.tensor(self.total), raw, parts, formed, torch.tensor(self.abstains), self.failures)
 
 
 PARTS = (

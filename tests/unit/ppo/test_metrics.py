@@ -125,8 +125,9 @@ def test_ranks_together_say_what_one_would_say_of_all() -> None:
                well_formed=row % 3 > 0)
         for row in range(9)
     ]  # fmt: skip
-    alone = judgement_metrics(judgement_sums(samples), 9)
-    here, there = judgement_sums(samples[:4]), judgement_sums(samples[4:])
+    sources = {"sources": ("verifier", "model"), "terms": ("verifier", "model")}
+    alone = judgement_metrics(judgement_sums(samples, **sources), 9)
+    here, there = judgement_sums(samples[:4], **sources), judgement_sums(samples[4:], **sources)
     together = judgement_metrics({name: here[name] + there[name] for name in here}, 9)
     assert together == pytest.approx(alone)
     assert sum(value for name, value in alone.items() if name.startswith("reward_share_")) == pytest.approx(1.0)

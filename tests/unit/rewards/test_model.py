@@ -70,7 +70,7 @@ def _weighted(*_, weight, **__):
 
 
 @pytest.mark.integration
-def test_a_failing_function_costs_the_row_its_part_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_row_at_which_a_function_fails_has_no_score(caplog: pytest.LogCaptureFixture) -> None:
     def picky(input_ids, attention_mask, *, gt_answer, **kwargs):
         del input_ids, attention_mask, kwargs
         return {"42": 2.0}[gt_answer]
@@ -79,9 +79,12 @@ def test_a_failing_function_costs_the_row_its_part_alone(caplog: pytest.LogCaptu
     ids, mask, starts, ends = rows(RIGHT, RIGHT)
     with caplog.at_level(logging.WARNING):
         found = model(ids, mask, response_start=starts, response_end=ends, gt_answer=["42", "#### 42"])
-    assert found.tolist() == [12.0, 10.0]
-    assert model(ids[:, starts[0] :], gt_answer=["42", None]).tolist() == [12.0, 0.0]  # all is response, all counts
-    assert "reward function picky: it raised KeyError: '#### 42'; row 1 gets 0" in caplog.text
+    assert found[0] == 12.0
+    assert found[1].isnan()
+    raw = model.raw_scores(ids, mask, response_start=starts, response_end=ends, gt_answer=["42", "#### 42"])
+    assert raw["gsm8k_reward_fn"].tolist() == [10.0, 10.0]
+    assert model(ids[:, starts[0] :], gt_answer=["42", "42"]).tolist() == [12.0, 12.0]  # all is response, all counts
+    assert "reward function picky: it raised KeyError: '#### 42'; it does not judge row 1" in caplog.text
     model.close()
 
 

@@ -128,18 +128,24 @@ def test_tags_of_the_template_are_the_functions_form() -> None:
     scorer.close()
 
 
-def test_a_function_that_fails_costs_its_sample_a_zero_and_a_warning_with_names(
+def test_a_sample_at_which_a_function_fails_abstains_with_a_warning_of_names(
     own_module: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = RewardConfig(verifier=0.0, functions={f"{own_module}:moody": 1.0})
     scorer = build_scorer(config, None, template=TEMPLATE, allowed_modules=[own_module])
     with caplog.at_level(logging.WARNING):
-        assert scorer.score(batch(RIGHT, WRONG, ILL, RIGHT)).total.tolist() == [0.5, 0.0, 0.0, 0.5]
+        scores = scorer.score(batch(RIGHT, WRONG, ILL, RIGHT))
     scorer.close()
+    assert scores.total.tolist() == [0.5, 0.0, 0.0, 0.5]
+    assert scores.abstains.tolist() == [False, True, True, False]
+    assert scores.failures == [
+        {}, {"own_rewards:moody": "raised: it raised RuntimeError: in no mood"},
+        {"own_rewards:moody": "died: it ended its process (exit code 1)"}, {},
+    ]  # fmt: skip
     raised, crashed = [record.getMessage() for record in caplog.records]
     assert raised == (
         "reward function own_rewards:moody: it raised RuntimeError: in no mood; "
-        "the response to '6 x 7' (key key1) gets 0 from it"
+        "it does not judge the response to '6 x 7' (key key1)"
     )
     assert "it ended its process (exit code 1)" in crashed
     assert "key2" in crashed

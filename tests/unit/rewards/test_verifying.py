@@ -71,27 +71,31 @@ def judged(judge: Judge, *responses: str) -> list[Verdict]:
     return judge.judge([row(response) for response in responses])
 
 
+def said(judge: Judge, *responses: str) -> list[tuple[float, bool]]:
+    return [(verdict.score, verdict.well_formed) for verdict in judged(judge, *responses)]
+
+
 def test_exact_wants_the_answer_alone_in_its_tags(make: Make) -> None:
     for name in ("exact", None):
-        found = judged(make(name), RIGHT, "<answer>42.0</answer>", WRONG, ILL, f"So {RIGHT}")
+        found = said(make(name), RIGHT, "<answer>42.0</answer>", WRONG, ILL, f"So {RIGHT}")
         assert found == [(1.0, True), (1.0, True), (0.0, True), (0.0, False), (0.0, False)]
 
 
 @pytest.mark.parametrize("name", ["gsm8k_reward_fn", "math_competition_reward_fn"])
 def test_coatis_functions_count_as_shares_of_their_ten(make: Make, name: str) -> None:
     # 10 for the answer in its form, 1 for the form alone, 0 without: over 10
-    found = judged(make(name), RIGHT, f"6 x 7 is {RIGHT}", WRONG, ILL)
+    found = said(make(name), RIGHT, f"6 x 7 is {RIGHT}", WRONG, ILL)
     assert found == [(1.0, True), (1.0, True), (0.1, True), (0.0, False)]
 
 
 def test_the_form_is_the_templates_own(make: Make) -> None:
     judge = make("gsm8k_reward_fn", THINKING)
-    assert judged(judge, f"<think>6 x 7</think>{RIGHT}", RIGHT) == [(1.0, True), (0.0, False)]
+    assert said(judge, f"<think>6 x 7</think>{RIGHT}", RIGHT) == [(1.0, True), (0.0, False)]
 
 
 @pytest.mark.parametrize("name", ["exact", "gsm8k_reward_fn", "own_verifiers:text"])
 def test_an_answer_that_did_not_end_is_worth_nothing(make: Make, name: str) -> None:
-    assert make(name).judge([row(RIGHT), row(RIGHT, ended=False)]) == [(1.0, True), (0.0, False)]
+    assert make(name).judge([row(RIGHT), row(RIGHT, ended=False)]) == [(1.0, True, None), (0.0, False, None)]
 
 
 def test_a_function_of_ones_own_says_from_0_to_1(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,15 +103,20 @@ def test_a_function_of_ones_own_says_from_0_to_1(make: Make, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         found = judged(make("own_verifiers:share"), *responses)
     assert [verdict.score for verdict in found] == [1.0, 0.5, 1.0, 1.0, 0.0, 0.0]  # ten tenths sum to 1 - 1e-16
+    outside, none = (str(verdict.failure) for verdict in found[4:])
+    assert outside.startswith("no_number: it returned 10, but a verifier says from 0 to 1")
+    assert none == "no_number: it returned None, which is not a number"
+    assert not any(verdict.failure for verdict in found[:4])
     assert "it returned 10, but a verifier says from 0 to 1" in caplog.messages[1]
     assert "it returned None, which is not a number" in caplog.messages[0]
-    assert "'6 x 7' (key key) gets 0" in caplog.messages[1]
+    assert "it does not judge the response to '6 x 7' (key key)" in caplog.messages[1]
 
 
 def test_a_function_that_takes_too_long_costs_its_response_and_no_other(make: Make) -> None:
     judge = make("own_verifiers:slow", timeout_s=0.5)
     found = judged(judge, RIGHT, "<answer>slow</answer>", RIGHT)
     assert [verdict.score for verdict in found] == [1.0, 0.0, 1.0]
+    assert [verdict.failure for verdict in found] == [None, "timed_out: it took longer than 0.5 s", None]
 
 
 @pytest.mark.parametrize("name", ["exact", "gsm8k_reward_fn", "own_verifiers:text"])

@@ -24,6 +24,7 @@ def estimated(*, controls: EpisodeControls | None = None, form: str = "trainer",
     forwards = Forwards(LOGPROBS, REF, VALUES, MASK)
     return estimate(
         scores=SCORES,
+        abstains=torch.zeros(4, dtype=torch.bool),
         forwards=forwards,
         config=config,
         controls=controls or EpisodeControls(KL_COEF),

@@ -52,6 +52,32 @@ def test_the_judge_sees_every_sample_with_its_problem_and_orders_the_pairs() -> 
     assert seen == [2]
 
 
+class Failing(LongestFirst):
+    """Fails at every other sample."""
+
+    def judge(self, rows: Sequence[Answered]) -> list[Verdict]:
+        verdicts = super().judge(rows)
+        return [
+            verdict._replace(failure="raised: it raised OSError: no") if place % 2 else verdict
+            for place, verdict in enumerate(verdicts)
+        ]
+
+
+def test_a_verdict_that_fails_makes_no_pair_and_above_the_share_none_is_made() -> None:
+    judge = Failing()
+    made = sample_pairs(
+        actor(), TEMPLATE, PROBLEMS, CONFIG, seed=1, on_progress=lambda _: None, judge=judge, max_abstained=0.5
+    )
+    known = {(row.prompt, row.response) for row in judge.asked[::2]}
+    assert made.pairs
+    assert all({(pair.prompt, pair.chosen), (pair.prompt, pair.rejected)} <= known for pair in made.pairs)
+    assert (made.figures["samples"], made.figures["unjudged"]) == (4, 4)
+    with pytest.raises(DataError, match=r"^4 of 8 samples for preference pairs could not be judged.*verifier failed 4"):
+        sample_pairs(
+            actor(), TEMPLATE, PROBLEMS, CONFIG, seed=1, on_progress=lambda _: None, judge=judge, max_abstained=0.4
+        )
+
+
 def test_a_prompt_without_an_answer_cannot_be_ranked_by_comparing() -> None:
     with pytest.raises(DataError, match="verifier exact compares with a right answer"):
         sample_pairs(actor(), TEMPLATE, PROBLEMS, CONFIG, seed=1, on_progress=lambda _: None)

@@ -9,7 +9,7 @@ import pytest
 from infra.artifacts import open_default_store
 from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import DataConfig, GateConfig, PipelineConfig, PPOConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import Outcome, outcomes_to_jsonl
 from tasks import context as contexts
 from tasks.challenger import open_challenge
@@ -31,7 +31,7 @@ def evaluation() -> Evaluation:
         first: int = 0,
         responses: list[str] | None = None,
     ) -> StageResult:
-        """`marks`: one letter a problem, R right and W wrong; a score beside each where they are given."""
+        """`marks`: one letter a problem, R right, W wrong, U unknown; a score beside each where they are given."""
         outcomes = [
             Outcome(
                 key=f"{first + index}",
@@ -42,6 +42,7 @@ def evaluation() -> Evaluation:
                 well_formed=True,
                 truncated=False,
                 score=float(mark == "R") if scores is None else scores[index],
+                failure="died: it ended its process (SIGKILL)" if mark == "U" else "",
             )
             for index, mark in enumerate(marks)
         ]
@@ -113,6 +114,15 @@ def test_many_small_wins_do_not_make_up_for_heavy_losses(evaluation: Evaluation)
     # nine better and one worse: p = 11 / 1024, below 0.025; but on average it is 0.41 worse
     decision = gate.fn(config(), {"sft": sft, "ppo": ppo})
     assert (decision.promote, decision.p_value) == (False, 11 / 1024)
+
+
+def test_problems_are_compared_that_were_judged_for_both(evaluation: Evaluation) -> None:
+    sft, ppo = evaluation("sft/test@1", "WWRUWU"), evaluation("policy/test@1", "RWRRUU")
+    decision = gate.fn(config(), {"sft": sft, "ppo": ppo})
+    assert decision.difference == pytest.approx(1 / 3)  # 1, 0 and 0, of the first three
+    assert "right, 1 better and 0 worse of 3 problems" in decision.reason
+    with pytest.raises(DataError, match=r"only 1 problem has a verdict for both .*; repair the judge"):
+        gate.fn(config(), {"sft": evaluation("sft/test@1", "RUU"), "ppo": evaluation("policy/test@1", "RRU")})
 
 
 def test_a_gain_below_the_gate_is_not_enough(evaluation: Evaluation) -> None:

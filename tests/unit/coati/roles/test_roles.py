@@ -140,7 +140,7 @@ def test_scores_that_are_no_numbers_are_not_learnt_from(tmp_path: Path) -> None:
     drawn = actor.sample_prompts_and_make_sequence(0, 0)
     own = actor.calculate_action_log_probs(drawn)
     wrong = torch.full((2,), float("nan"))
-    scores = ScoreArrays.of(Scores(wrong, {}, {}, None))
+    scores = ScoreArrays.of(Scores(wrong, {}, {}, None, torch.zeros(2).bool(), [{}, {}]))
     made = actor.make_experience(ExperienceCompositionRefs(drawn, own, own, 0 * own, scores))
     says = r"the reward of 2 of 2 responses is not a finite number.*kept in .*failed-batch-round-1/actor-0$"
     with pytest.raises(TrainingError, match=says) as raised:
@@ -154,10 +154,14 @@ def test_scores_that_are_no_numbers_are_not_learnt_from(tmp_path: Path) -> None:
 
 
 def test_scores_come_out_as_they_went_in() -> None:
-    scores = Scores(torch.ones(2), {"a": torch.zeros(2)}, {"a": torch.ones(2)}, torch.tensor([True, False]))
+    abstains, failures = torch.tensor([False, True]), [{}, {"a": "died: it ended its process (SIGKILL)"}]
+    formed = torch.tensor([True, False])
+    scores = Scores(torch.ones(2), {"a": torch.zeros(2)}, {"a": torch.ones(2)}, formed, abstains, failures)
     found = ScoreArrays.of(scores).unpacked()
     assert torch.equal(found.total, scores.total)
     assert torch.equal(found.raw["a"], scores.raw["a"])
     assert torch.equal(found.parts["a"], scores.parts["a"])
     assert found.well_formed is not None
     assert found.well_formed.tolist() == [True, False]
+    assert torch.equal(found.abstains, abstains)
+    assert found.failures == failures

@@ -37,6 +37,7 @@ def test_values_are_json_or_else_text() -> None:
         ("seed=-1", "seed: input should be greater than or equal to 0, but it is -1"),
         ("data=7", "data must be text or null, but it is 7"),
         ("preset=null", "preset must be text, but it is null"),
+        ("name=My Project", "name must be 1 to 63 lower-case letters, digits and dashes, .* but it is 'My Project'"),
         ("preset=quikstart", "there is no preset 'quikstart'; did you mean quickstart"),
         (
             "overrides=nonsense",

@@ -7,7 +7,7 @@ from typing import TypeVar
 from prefect.states import Completed
 
 from tasks.progress import say
-from tasks.results import StageResult
+from tasks.results import PLANNED, StageResult
 
 R = TypeVar("R")
 
@@ -39,3 +39,21 @@ def made(*results: StageResult) -> str:
     if found:
         parts.append(f"{', '.join(found)} {'were' if len(found) > 1 else 'was'} in the store already")
     return "; ".join(parts)
+
+
+def unfinished(policy: StageResult) -> str:
+    """Return what a later night adds to a policy, in words; nothing where it has all its episodes.
+
+    >>> policy = StageResult(stage="ppo", uri="policy/a@1", digest="", reused=False, seconds=1, metrics={"episodes": 4})
+    >>> unfinished(policy)
+    ''
+    >>> unfinished(policy.model_copy(update={"metrics": {"episodes": 4, "planned_episodes": 6}}))
+    "; PPO has 4 of 6 episodes, at which the night's budget ended: the next run with the same data goes on"
+    """
+    planned = policy.metrics.get(PLANNED)
+    if planned is None:
+        return ""
+    return (
+        f"; PPO has {policy.metrics['episodes']} of {planned} episodes, at which the night's budget ended: the next "
+        "run with the same data goes on"
+    )

@@ -8,13 +8,14 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
-from flows.end import finished
+from flows.end import finished, unfinished
 from flows.evaluate import evaluate
 from flows.ppo import ppo
 from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
 from tasks.data import SPLITS
 from tasks.error_budget import tell_power
+from tasks.forecast import foretell
 from tasks.one_process import one_process
 from tasks.parents import wants_reward_model
 from tasks.progress import with_lines_of_stages
@@ -38,7 +39,7 @@ def pipeline(
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
     name: str | None = None,
-) -> Decision:
+) -> Decision | None:
     """Turn a base model, problems and preferences into an aligned model, and promote it if it is better.
 
     Args:
@@ -75,6 +76,7 @@ def pipeline(
         "seed": seed,
         "overrides": overrides,
     }
+    foretell(config, sft=actor is None, reward_model=reward_model is None, evaluation=True)
     stages = [dataset]
     if actor is None:
         stages.append(sft(**common))
@@ -84,8 +86,12 @@ def pipeline(
         stages += [scorer] if pairs.uri == dataset.uri else [pairs, scorer]
         reward_model = scorer.uri
     policy = ppo(actor=actor, reward_model=reward_model, episodes=episodes, **common)
+    if policy is None:
+        told = "the night's budget was spent before PPO's first episode; the next run with the same data goes on"
+        return finished(None, told, see=stages[-1].uri)
     evaluations = evaluate(actor=policy.uri, reward_model=reward_model, **common)
     decision = gate(config, evaluations)
     champion = promote(decision)
     report = write_report(config, [*stages, policy], evaluations, decision, champion, wall_s=time.monotonic() - started)
-    return finished(decision, f"{'promoted' if decision.promote else 'not promoted'}: {decision.reason}", see=report)
+    told = f"{'promoted' if decision.promote else 'not promoted'}: {decision.reason}{unfinished(policy)}"
+    return finished(decision, told, see=report)

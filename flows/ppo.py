@@ -9,9 +9,12 @@ from prefect import flow
 from flows.begin import begin
 from flows.end import finished, made
 from tasks.clusters import end_cluster
+from tasks.context import is_alone
+from tasks.forecast import foretell
 from tasks.one_process import one_process
 from tasks.ppo import (
     delete_states,
+    ends_before,
     finished_policy,
     next_episode,
     plan_ppo,
@@ -36,8 +39,10 @@ def ppo(
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
     name: str | None = None,
-) -> StageResult:
+) -> StageResult | None:
     """Improve a policy with PPO; goes on from the last committed episode of the same configuration and inputs.
+
+    Returns the policy; None if the night's budget was spent before the first episode.
 
     Args:
         preset: name of a preset.
@@ -63,17 +68,24 @@ def ppo(
         seed=seed,
         overrides=overrides,
     )
+    if is_alone():
+        foretell(config)
     run = plan_ppo(config, actor, reward_model, dataset.parent)
-    policy = finished_policy(run, reused=True)
+    policy, ended = finished_policy(run, reused=True), None
     if policy is None:
+        due, last = next_episode(run), None
         try:
-            for episode in range(next_episode(run), config.ppo.episodes):
-                ppo_episode(run, episode)
-            policy = publish_policy(run)
-            delete_states(run)  # while no other run can have the cluster, and build from them
+            while due < config.ppo.episodes and (ended := ends_before(run, due, last)) is None:
+                last = ppo_episode(run, due)
+                due += 1
+            if not due:
+                return finished(None, str(ended), see=run.actor.uri)
+            policy = publish_policy(run, due if ended else None)
+            if ended is None:
+                delete_states(run)  # while no other run can have the cluster, and build from them
         finally:
             end_cluster(run.name)
     else:
         delete_states(run)  # of a run that was killed between the two
     show_episodes(policy, config.seed)
-    return finished(policy, made(policy), see=policy.uri)
+    return finished(policy, f"{made(policy)}; {ended}" if ended else made(policy), see=policy.uri)

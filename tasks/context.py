@@ -51,6 +51,13 @@ def is_inner(run: FlowRun) -> bool:
     return run.parent_task_run_id is not None and run.deployment_id is None
 
 
+def is_alone() -> bool:
+    """Return whether the flow run that goes on here was called by no other."""
+    from tasks.run_log import own_flow_run
+
+    return root_flow_run() in {None, str(own_flow_run())}
+
+
 _ROOTS: dict[str, str] = {}
 """The outermost run of each, by its id."""
 

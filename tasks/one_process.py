@@ -185,8 +185,10 @@ class _Start:
         return seen, self._observer.judge(seen)
 
     def _record(self, seen: Seen | None) -> Record:
-        since = None if seen is None else seen.record.since
-        return new_record(str(self._run.id), self._run.name, since=since)
+        before: dict[str, Any] = {}
+        if seen is not None:
+            before = {"since": seen.record.since, "worked_s": seen.record.worked_s}
+        return new_record(str(self._run.id), self._run.name, **before)
 
     def _done(self, record: Record) -> State[Any] | None:
         """Return the state of a run that has done its work; None if some is left."""

@@ -9,12 +9,13 @@ from infra.errors import InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
+from tasks.budget import why_it_ends_before
 from tasks.clusters import address_of
 from tasks.context import Context, open_context
 from tasks.parents import base_model, base_of, ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
-from tasks.results import EpisodeResult, Parent, PPORun, StageResult
+from tasks.results import RUN, EpisodeResult, Parent, PPORun, StageResult
 from tasks.run_log import run_logger
 from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
@@ -139,9 +140,15 @@ def _with_code_of_now(context: Context, before: PPORun, now: PPORun) -> PPORun:
     return other.model_copy(update=here | {"source_digest": now.source_digest})
 
 
-def finished_policy(run: PPORun, *, reused: bool) -> StageResult | None:
-    """Return the run's policy, under its project's name, if the store holds it."""
-    manifest = find_made(open_context(), "policy", run.preset, run.key)
+def finished_policy(run: PPORun, *, reused: bool, episodes: int | None = None) -> StageResult | None:
+    """Return the run's policy, under its project's name, if the store holds it.
+
+    Args:
+        run: of PPO.
+        reused: whether it was there before.
+        episodes: after which a night ended; None: after the last.
+    """
+    manifest = find_made(open_context(), "policy", run.preset, run.key_of_policy(episodes))
     if manifest is None:
         return None
     if reused:
@@ -150,7 +157,7 @@ def finished_policy(run: PPORun, *, reused: bool) -> StageResult | None:
 
 
 def next_episode(run: PPORun) -> int:
-    """Return the first episode that is not committed; where older code left a run half done, say that it stays so."""
+    """Return the first episode that is not committed; where a run that was left half done stays so, say why."""
     from tasks.ppo_keeper import last_state
 
     store = open_context().store
@@ -167,7 +174,61 @@ def next_episode(run: PPORun) -> int:
             f"begins with the first episode: {left.uri} is of the same configuration, but was made by other code "
             f"(source {left.source_digest[:12]}, now {run.source_digest[:12]}), and is not gone on with",
         )
+    elif left := left_by_a_budget(store, run):
+        say(
+            "ppo",
+            f"begins with the first episode: {left.uri}, which a night's budget ended, is not gone on with, for "
+            f"{what_differs(left, run)}",
+        )
     return 0
+
+
+def ends_before(run: PPORun, episode: int, last: EpisodeResult | None) -> str | None:
+    """Return why a run's episodes end tonight before one that is due; None if it begins.
+
+    Args:
+        run: of PPO.
+        episode: that is due, from 0.
+        last: the episode before, if it ran just now; else the store knows it.
+    """
+    from tasks.ppo_keeper import last_state
+
+    state = last_state(open_context().store, run) if last is None and run.config.budget.is_set else None
+    why = why_it_ends_before(run, episode, last.row if last else state.metrics if state else {})
+    if why is not None:
+        say("ppo", why)
+    return why
+
+
+def left_by_a_budget(store: ArtifactStore, run: PPORun) -> Manifest | None:
+    """Return the last state of another run that a night's budget ended, if the latest policy of the name is its."""
+    policy = store.latest("policy", run.preset)
+    name = None if policy is None else policy.metrics.get(RUN)
+    state = store.latest("ppo-state", str(name)) if name and name != run.name else None
+    return None if state is None or state.has_ended else state
+
+
+def what_differs(state: Manifest, run: PPORun) -> str:
+    """Return in what a run differs from another one, of which this is a state."""
+    found = dict(zip(("policy", "reward model", "data"), (run.actor, run.reward_model, run.dataset), strict=True))
+    held = {parent.digest for parent in state.parents}
+    told = [f"its {what} is now {each.uri}" for what, each in found.items() if each and each.digest not in held]
+    ours = run.config.model_dump(mode="json", include={"template", "ppo", "seed"})
+    if changed := sorted(key for key in _leaves(ours) if not _agree(_at(state.config, key), _at(ours, key))):
+        told.append(f"the configuration has other {', '.join(changed)}")
+    return " and ".join(told) or "it was made by other code or judged by others"
+
+
+def _leaves(config: Any, path: str = "") -> list[str]:
+    if not isinstance(config, dict) or not config:
+        return [path]
+    return [leaf for name, each in config.items() for leaf in _leaves(each, f"{path}.{name}" if path else name)]
+
+
+def _at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config
 
 
 def left_by_other_code(store: ArtifactStore, run: PPORun) -> Manifest | None:
@@ -214,7 +275,7 @@ def delete_states(run: PPORun) -> None:
                 "ppo-state",
                 run.name,
                 {file: store.read_bytes(last, file) for file in (STATE, SAMPLES)},
-                version=run.config.ppo.episodes + 1,
+                version=last.version + 1,
                 parents=last.parents,
                 config=last.config,
                 metrics={**last.metrics, ENDED: True},
@@ -273,23 +334,29 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult | None:
 
 
 @stage_task(name="publish-policy")
-def publish_policy(run: PPORun) -> StageResult:
-    """Store the finished policy, from the trainer that holds it, and return its reference."""
-    from rlhf_core.ray_tools.calls import follow
-    from tasks.ppo_group import peers_of, trainer_for
+def publish_policy(run: PPORun, episodes: int | None = None) -> StageResult:
+    """Store the policy, from the trainer that holds it, and return its reference.
+
+    Args:
+        run: of PPO.
+        episodes: after which a night ended, with more to come; None: after the last.
+    """
+    from rlhf_core.ray_tools.calls import ask, follow
+    from tasks.ppo_group import ANSWER_S, peers_of, trainer_for
 
     context = open_context()
     leave_if_taken_over()
-    if done := finished_policy(run, reused=False):  # by an attempt that did not learn of it
+    if done := finished_policy(run, reused=False, episodes=episodes):  # by an attempt that did not learn of it
         return done
     config = run.config.ppo
     with _EndingTheGroupOnFailure(run) as attempt:
-        trainer = trainer_for(run, config.episodes, context)
+        trainer = trainer_for(run, config.episodes if episodes is None else episodes, context)
         attempt.note_bases(context)
+        ask(trainer.await_commit, config.cluster.commit_timeout_s + ANSWER_S)  # a night ends at a commit
         storing = trainer.commit_policy.remote()
         limit_s = config.cluster.commit_timeout_s
         follow(storing, trainer.progress, limit_s, tell=_log_progress, members=peers_of(run))
-    result = finished_policy(run, reused=False)
+    result = finished_policy(run, reused=False, episodes=episodes)
     if result is None:
         raise RlhfError(
             f"the policy of run {run.name} was stored, but is not found under its key; is the store's index intact?"

@@ -24,7 +24,7 @@ from rlhf_core.ppo.state import (
 )
 from rlhf_core.types import Sample
 from tasks.models import with_base
-from tasks.results import PPORun
+from tasks.results import PLANNED, RUN, PPORun
 from tasks.scratch import FAILED_BATCHES, scratch_directory
 
 logger = logging.getLogger(__name__)
@@ -124,8 +124,14 @@ class StoreKeeper:
         return state_from_json(facts, tensors, where=f"the training state {manifest.uri}", otherwise=BEGIN_AGAIN)
 
     def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
-        """Store the finished policy under the run's key, with the metrics of every episode and its last samples."""
-        last = last_state(self._store, self._run)
+        """Store the policy under the run's key, with the metrics of every episode and its last samples.
+
+        A policy of fewer episodes than the run has is a night's, whose budget ended: it has a key of its own.
+        """
+        last, planned = last_state(self._store, self._run), self._run.config.ppo.episodes
+        metrics = run_metrics(history) | self._run.config.ppo.figures
+        if len(history) < planned:
+            metrics |= {PLANNED: planned, RUN: self._run.name}
         with scratch_directory(settings().home) as directory:
             save(directory)
             files: dict[str, Path | bytes] = {
@@ -138,10 +144,10 @@ class StoreKeeper:
                 "policy",
                 self._run.preset,
                 files,
-                key=self._run.key,
+                key=self._run.key_of_policy(len(history)),
                 parents=self._parents(),
                 config=self._run.config.model_dump(mode="json"),
-                metrics=run_metrics(history) | self._run.config.ppo.figures,
+                metrics=metrics,
                 source_digest=self._run.source_digest,
                 flow_run=self._run.flow_run,
             )

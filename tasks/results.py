@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -25,6 +26,8 @@ class Parent(Plain):
     """Directory or name of an external model; None for an artifact."""
 
 
+PLANNED, RUN = "planned_episodes", "run"
+"""Figures of a policy whose night ended before the last episode: how many there will be, and whose states go on."""
 PAIRS = "pairs.jsonl"
 """The file of preference pairs, of a dataset or of a policy's samples."""
 SHOWN_CONFIDENCE = 0.95
@@ -75,6 +78,16 @@ class PPORun(Plain):
     def shares_base(self) -> bool:
         """Whether its models are adapters and heads over a mapped base; a run of an earlier release goes on without."""
         return self.base is not None and self.config.ppo.shares_base
+
+    def key_of_policy(self, episodes: int | None = None) -> str:
+        """Return the key of the run's policy: of the finished one, or of one from a night that ended before.
+
+        Args:
+            episodes: of that one; None: all.
+        """
+        if episodes in {None, self.config.ppo.episodes}:
+            return self.key
+        return hashlib.sha256(f"{self.key} after {episodes} episodes".encode()).hexdigest()
 
 
 class EpisodeResult(Plain):

@@ -104,6 +104,10 @@ class Clock:
         """Return seconds on a clock that goes on while the machine sleeps: for how long something took."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
+    def awake(self) -> float:
+        """Return seconds on a clock that stands still while the machine sleeps: for how long somebody worked."""
+        return time.monotonic()
+
     def pause(self, seconds: float) -> None:
         """Wait."""
         time.sleep(seconds)

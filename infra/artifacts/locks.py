@@ -119,6 +119,8 @@ class Record(_Note):
     incarnation: str
     """Drawn whenever it is taken: tells a holder from its successor, and a writer whose answer was lost that it won."""
     beats: int = 0
+    worked_s: float = 0.0
+    """For how long processes of the run have worked in all, as far as it was counted: to a beat."""
     process: Process | None = None
     """Who works; None where the run as such holds it, whichever process works on it."""
     ended: Ending | None = None
@@ -142,7 +144,9 @@ class Seen(NamedTuple):
     tag: str
 
 
-def new_record(run: str, run_name: str, *, by_process: bool = True, since: datetime | None = None) -> Record:
+def new_record(
+    run: str, run_name: str, *, by_process: bool = True, since: datetime | None = None, worked_s: float = 0.0
+) -> Record:
     """Return the record with which a lock is taken.
 
     Args:
@@ -150,13 +154,14 @@ def new_record(run: str, run_name: str, *, by_process: bool = True, since: datet
         run_name: its name, for people.
         by_process: whether this process holds it; else the run does, whichever process works on it.
         since: when the run first took it; None: now.
+        worked_s: for how long earlier processes of the run have worked.
     """
     process = None
     if by_process:
         me = ProcessRecord.of(os.getpid())
         process = Process(pid=me.pid, started=me.started, boot=me.boot, place=here(), host=platform.node())
     taken = clock.now() if since is None else since
-    return Record(run=run, run_name=run_name, since=taken, incarnation=uuid4().hex, process=process)
+    return Record(run=run, run_name=run_name, since=taken, incarnation=uuid4().hex, process=process, worked_s=worked_s)
 
 
 class Lock:
@@ -232,6 +237,7 @@ class Held:
     def __init__(self, lock: Lock, record: Record, beat_s: float | None) -> None:
         self.record = record
         self._lock = lock
+        self._began = clock.awake()
         self._ended = threading.Event()
         self._successor: Record | None = None
         if beat_s is not None:
@@ -241,6 +247,11 @@ class Held:
     def is_lost(self) -> bool:
         """Whether another is known to have the lock; the store is not asked."""
         return self._successor is not None
+
+    @property
+    def worked_s(self) -> float:
+        """For how long processes of the run have worked, this one included; neither sleep nor what lies between."""
+        return self.record.worked_s + clock.awake() - self._began
 
     def check(self) -> None:
         """Make sure that the lock is still ours: to be called right before anything that another must not do too.
@@ -276,7 +287,7 @@ class Held:
             return
         beats = (seen.record if seen else self.record).beats + 1
         former = seen.record if seen else self.record
-        if not self._ended.is_set() and not self._lock.swap(seen, former.model_copy(update={"beats": beats})):
+        if not self._ended.is_set() and not self._lock.swap(seen, self._counted(former, beats)):
             after = self._lock.look()
             if after is not None:
                 self._recognise(after.record)
@@ -305,10 +316,14 @@ class Held:
                 seen = self._lock.look()
                 if seen is None or not self._recognise(seen.record):
                     return
-                if self._lock.swap(seen, seen.record.as_ended(how, said)):
+                now = self._counted(seen.record, seen.record.beats)
+                if self._lock.swap(seen, now.as_ended(how, said)):
                     return
         except StoreError as error:
             logger.warning("the lock %s could not be released: %s", self._lock.name, error)
+
+    def _counted(self, record: Record, beats: int) -> Record:
+        return record.model_copy(update={"beats": beats, "worked_s": self.worked_s})
 
     def _recognise(self, record: Record) -> bool:
         """Return whether a record is ours; remember another's."""

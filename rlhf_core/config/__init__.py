@@ -1,6 +1,7 @@
 """Every setting of a run, as frozen pydantic models. Imports no torch: flows and the command line read it."""
 
 from rlhf_core.config.base import Config
+from rlhf_core.config.budget import BudgetConfig
 from rlhf_core.config.conditions import ConditionsConfig, ForgettingConfig
 from rlhf_core.config.data import DataConfig, SourceConfig, SplitsConfig, TemplateConfig
 from rlhf_core.config.model import LoRAConfig, ModelConfig
@@ -18,6 +19,7 @@ from rlhf_core.config.strategy import StrategyName, TrainersConfig
 from rlhf_core.config.supervised import RewardModelConfig, SFTConfig
 
 __all__ = [
+    "BudgetConfig",
     "ClusterConfig",
     "ConditionsConfig",
     "Config",

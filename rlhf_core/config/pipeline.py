@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import Config, Positive
+from rlhf_core.config.budget import BudgetConfig
 from rlhf_core.config.conditions import ConditionsConfig, ForgettingConfig
 from rlhf_core.config.data import DataConfig, TemplateConfig
 from rlhf_core.config.model import ModelConfig
@@ -72,6 +73,7 @@ class PipelineConfig(Config):
     ppo: PPOConfig = PPOConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     gate: GateConfig = GateConfig()
+    budget: BudgetConfig = BudgetConfig()
 
     @field_validator("name")
     @classmethod

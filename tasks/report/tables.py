@@ -18,7 +18,7 @@ from rlhf_core.gating.conditions import Condition
 from rlhf_core.ppo.former_names import current_names
 from tasks.progress import duration
 from tasks.report.facts import Facts, judged_by_model
-from tasks.results import SHOWN_CONFIDENCE, StageResult
+from tasks.results import PLANNED, SHOWN_CONFIDENCE, StageResult
 
 Metrics = Mapping[str, Any]
 INTERVAL = f"[{SHOWN_CONFIDENCE:.0%} interval]"
@@ -244,10 +244,15 @@ def _ppo_figures(metrics: Metrics, episodes: Sequence[Metrics]) -> list[str]:
     return [
         number(metrics, f"first_{what}", what + " {:.3f}") + number(metrics, f"last_{what}", " to {:.3f}"),
         number(metrics, "last_kl", "KL {:.3f} nats"),
-        counted(metrics["episodes"], "episode") if "episodes" in metrics else "",
+        _episodes(metrics) if "episodes" in metrics else "",
         f"{fmean(shares):.1%} of the reward's variance from the reward model" if shares else "",
         _trainers(metrics),
     ]
+
+
+def _episodes(metrics: Metrics) -> str:
+    done = counted(metrics["episodes"], "episode")
+    return f"{done} of {metrics[PLANNED]}, as a night's budget ended" if PLANNED in metrics else done
 
 
 def _trainers(metrics: Metrics) -> str:

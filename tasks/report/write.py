@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
 from rlhf_core.escaping import block, picture, prose
+from tasks.budget import spent
 from tasks.context import Context, open_context
 from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, levels, rows_of
 from tasks.report.page import inline, show_markdown, with_pictures
@@ -246,7 +247,11 @@ def _commit(context: Context, config: PipelineConfig, facts: Facts, files: dict[
         key=context.flow_run,
         parents=[ArtifactRef(each.uri, each.digest) for each in (*facts.stages, *facts.evaluations.values())],
         config=config.model_dump(mode="json"),
-        metrics={"promoted": facts.decision.promote, "difference": facts.decision.difference},
+        metrics={
+            "promoted": facts.decision.promote,
+            "difference": facts.decision.difference,
+            **spent(context, config)._asdict(),
+        },
         source_digest=source_digest(*(f"report/{name}" for name in MODULES)),
         flow_run=context.flow_run,
     )

@@ -16,9 +16,10 @@ from flows.presets import resolve
 from infra.errors import StoreError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import BaseChangedError
+from tasks.clusters import end_cluster
 from tasks.context import open_context
 from tasks.failures import passes
-from tasks.ppo import next_episode, ppo_episode
+from tasks.ppo import finished_policy, next_episode, ppo_episode, publish_policy
 from tasks.ppo_group import trainer_for
 from tasks.results import EpisodeResult, Parent
 from tests.integration.ppo_runs import TINY_RUN, Run, act_when, kill_when, on_a_cluster
@@ -116,3 +117,22 @@ def test_a_run_whose_processes_were_killed_ends_with_the_same_bits(run: Run, und
     run.finish()
     assert run.numbers() == undisturbed["numbers"]
     assert run.weights() == undisturbed["weights"]
+
+
+def test_a_run_that_a_nights_budget_ended_goes_on_the_next_night_to_the_same_bits(
+    run: Run, undisturbed: dict[str, Any]
+) -> None:
+    assert undisturbed, "the undisturbed run comes first"
+    run.begin()
+    ppo_episode.fn(run.plan, 0)
+    made = publish_policy.fn(run.plan, 1)  # waits for the commit
+    assert (made.metrics["episodes"], made.metrics["planned_episodes"]) == (1, EPISODES)
+    assert [manifest.version for manifest in run.store.list("ppo-state", run.plan.name)] == [1]
+    end_cluster(run.plan.name)
+    assert finished_policy(run.plan, reused=True) is None
+    run.finish()
+    assert run.numbers() == undisturbed["numbers"]
+    assert run.weights() == undisturbed["weights"]
+    (first, last) = run.store.list("policy", run.plan.preset)
+    assert first.uri == made.uri
+    assert (last.metrics["episodes"], "planned_episodes" in last.metrics) == (EPISODES, False)

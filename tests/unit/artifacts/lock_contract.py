@@ -178,3 +178,29 @@ class LockContract:
         assert seen is not None
         assert seen.record.holder == "the run 'fancy-otter'"
         assert locks.process_lives(seen.record) is None
+
+    def test_what_processes_of_a_run_have_worked_adds_up_and_the_time_between_two_is_free(
+        self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lock, now = store.lock("run-a"), [100.0]
+        monkeypatch.setattr(clock, "awake", lambda: now[0])
+
+        def take() -> Held:
+            seen = lock.look()
+            worked_s = 0.0 if seen is None else seen.record.worked_s
+            held = lock.take(seen, new_record("a", "name", worked_s=worked_s), beat_s=None)
+            assert held is not None
+            return held
+
+        first = take()
+        now[0] += 40
+        first.beat()
+        now[0] += 7  # after its last beat it dies, and this is not counted
+        now[0] += 1000
+        second = take()
+        assert second.worked_s == 40
+        now[0] += 5
+        assert second.worked_s == 45
+        second.release("stopped", timeout_s=None)
+        now[0] += 1000
+        assert take().worked_s == 45

@@ -186,6 +186,9 @@ class StageClock:
     def boottime(self) -> float:
         return self.seconds
 
+    def awake(self) -> float:
+        return self.seconds
+
     def pause(self, seconds: float) -> None:
         self.seconds += seconds
         if actor := getattr(getcurrent(), "actor", None):

@@ -28,6 +28,8 @@ MOSTLY = 0.8
 """Share of a set's longer responses that must end as sentences do, so that the others are taken for cut."""
 _LONGER = 8
 """Words of a response that is long enough to be a sentence."""
+_LONE = 12
+"""Words of a lone sentence that is too long to lack its full stop by habit."""
 _ENDS = re.compile(r"[.!?…。！？؟।][\"'”’»)\]}*_~]*\s*$|[\"”»)\]}>*`|~]\s*$")
 _OPEN = re.compile(r"[,;:(\[“\-–—]\s*$")
 _SENTENCE_BEFORE = re.compile(r"[.!?][\"'”’)]*\s")
@@ -46,33 +48,52 @@ _NEVER_LAST = frozenset(_JOINING.split())
 
 
 def cut(given: LintSet) -> Iterator[Accused]:
-    """Yield the rows of which a response stops in mid-sentence, in a set whose responses end as sentences do."""
+    """Yield the rows of which a response stops in mid-sentence, in a set whose responses end as sentences do.
+
+    Where both responses lack a full stop and nothing else, that is how their row is written.
+    """
     longer = [text for row in given.rows for text in row.responses if text.count(" ") >= _LONGER - 1]
     if sum(1 for text in longer if _ENDS.search(text)) < MOSTLY * len(longer):
         return
     for place, row in enumerate(given.rows):
-        for name, response in row.named_responses():
-            if stops_early(response):
+        bare = [ends_bare(response) for response in row.responses]
+        for (name, response), is_bare in zip(row.named_responses(), bare, strict=True):
+            if ends_open(response) or (is_bare and (len(bare) == 1 or not all(bare))):
                 yield Accused(place, f"{name} ends with {quoted(response[-60:])}")
                 break
 
 
-def stops_early(text: str) -> bool:
-    """Return whether a text stops in mid-sentence, as far as its last line and what comes before tell.
+def ends_open(text: str) -> bool:
+    """Return whether a text ends with a sign or a word that joins what follows.
 
     Example:
-        >>> stops_early("It depends. I would"), stops_early("I would like a"), stops_early("See you")
+        >>> ends_open("I would like a"), ends_open("Here is what you ask for:"), ends_open("It is.")
         (True, True, False)
     """
     text = text.rstrip()
-    words = text.count(" ") + 1
-    if not text or words <= 2 or _ENDS.search(text):  # noqa: PLR2004 - a word or two need no full stop
+    if text.count(" ") < 2:  # noqa: PLR2004 - a word or two are no sentence
         return False
-    if _OPEN.search(text):
-        return True
     last = _LAST.search(text)
-    if last is None or _LINK.search(text) or _ITEM.match(text.rpartition("\n")[2]):
+    joins = last is not None and last[0].casefold().replace("’", "'") in _NEVER_LAST
+    return joins or _OPEN.search(text) is not None
+
+
+def ends_bare(text: str) -> bool:
+    """Return whether a text lacks the full stop that its earlier sentences have, or that a long sentence has.
+
+    Example:
+        >>> ends_bare("It depends. I know it"), ends_bare("It depends. I know it."), ends_bare("See you")
+        (True, False, False)
+    """
+    text = text.rstrip()
+    *before, line = text.splitlines() or [""]
+    above = next((each for each in reversed(before) if each.strip()), ".")
+    if (
+        not _LAST.search(text)
+        or _LINK.search(text)
+        or _ITEM.match(line)
+        or not (_ENDS.search(above) or _OPEN.search(above))
+    ):
         return False
-    if last[0].casefold().replace("’", "'") in _NEVER_LAST:
-        return True
-    return _SENTENCE_BEFORE.search(text) is not None or (words >= _LONGER and text[0].isupper())
+    alone = _SENTENCE_BEFORE.search(text) is None
+    return not alone or (text.count(" ") >= _LONE - 1 and text[0].isupper())

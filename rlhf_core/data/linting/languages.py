@@ -60,9 +60,11 @@ _ANY_SCRIPT = re.compile("[\u0370-\u1fff\u3040-\ud7af]")
 _WORD = re.compile(r"[^\W\d_]+")
 _FEWEST = 3
 """Different small words of one language that a text must have."""
+_NAMES = "|".join(
+    [*_SMALL_WORDS, *_SCRIPTS, "Russian", "Ukrainian", "Hindi", "Latin", "Mandarin", "another", "foreign"]
+)
 _ASKS_FOR_ANOTHER = re.compile(
-    "translat|übersetz|tradui|tradu[cz]|language|"
-    + "|".join([*_SMALL_WORDS, *_SCRIPTS, "Russian", "Ukrainian", "Hindi", "Latin", "Mandarin"]),
+    rf"translat|übersetz|tradui|tradu[cz]|\b(?:in|into|to|from|speak|learn|write)\s+(?:an?\s+)?(?:{_NAMES})\b",
     re.IGNORECASE,
 )
 

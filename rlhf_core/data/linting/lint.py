@@ -50,7 +50,7 @@ def lint_sets(
         DataError: a rule found something, and its action is `refuse`; or every row of a set would be dropped.
     """
     actions = config.data.lint
-    given = {role: LintSet.of(role, read, meter, _limit(role, config)) for role, read in sets.items()}
+    given = {role: LintSet.of(role, read, meter, config.reward_model.max_length) for role, read in sets.items()}
     findings = [found for each in given.values() for found in lint_set(each, actions)]
     if is_held_out is not None and actions.action(OVERLAP) != "off":
         findings += _overlaps(given, actions, is_held_out)
@@ -61,10 +61,6 @@ def lint_sets(
             f"{', '.join(dict.fromkeys(found.rule for found in refused))}; `rlhf data check` shows more)"
         )
     return Linted({role: _less(role, read, findings) for role, read in sets.items()}, tuple(findings))
-
-
-def _limit(role: str, config: PipelineConfig) -> int | None:
-    return config.reward_model.max_length if role == "preferences" else None
 
 
 def lint_set(given: LintSet, actions: LintConfig) -> list[Finding]:

@@ -40,8 +40,8 @@ def _is_equal_cut(row: LintRow, limit: int | None, meter: TokenMeter) -> bool:
     most_tokens = len((row.prompt + shared).encode("utf-8", "surrogatepass"))  # each has a byte at least
     if limit is None or most_tokens + _ADDED < limit:
         return False
-    template = meter.template
-    return sum(template.count_tokens([template.prompt_text(row.prompt), shared])) > limit  # the last one may differ
+    asked, said = meter.template.count_tokens([meter.template.prompt_text(row.prompt), shared])
+    return asked < limit < asked + said  # the last token of what is shared may differ
 
 
 def contradictory(given: LintSet) -> Iterator[Accused]:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 from rlhf_core.data.linting.findings import Accused, quoted
 from rlhf_core.data.linting.rows import normalised, words_of
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _PIECE = 8
 """Bytes of a piece: short enough to survive a changed word, long enough to be rare."""
 _BANDS, _PER_BAND = 20, 3
+_FEW = 12
+"""Words of a text that is short."""
 _COMPARED = 16
 """Rows of one band that a row is compared with, so that a common text costs no more than its share."""
 SAME, SAME_PART = 0.8, 0.6
@@ -37,12 +40,18 @@ _MIXED = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sketch(text: str) -> list[bytes]:
-    """Return the bands of a text: two texts that share most of their pieces have one in common."""
+    """Return the bands of a text: two that share most of their pieces, or all words but one, have one in common."""
     data = text[:_LONGEST].encode("utf-8", "surrogatepass").ljust(_PIECE)
     pieces = np.ndarray((len(data) - _PIECE + 1,), "<u8", data, strides=(1,))  # a piece begins at every byte
     hashes = (pieces * _MIXED >> np.uint64(32)).astype(np.uint32)
     least = (_ODD * hashes + _ADDED).min(axis=1)
-    return [band.tobytes() for band in least.reshape(_BANDS, _PER_BAND)]
+    bands = [bytes([number]) + band.tobytes() for number, band in enumerate(least.reshape(_BANDS, _PER_BAND))]
+    words = text.split()
+    if len(words) > _FEW:
+        return bands
+    # one changed word leaves a short text few of its pieces, but all of its other words
+    shorter = (" ".join(words[:place] + words[place + 1 :]) for place in range(len(words) + 1))
+    return [*bands, *{xxhash.xxh3_64_digest(each.encode("utf-8", "surrogatepass")) for each in shorter}]
 
 
 def repeated(given: LintSet) -> Iterator[Accused]:
@@ -77,16 +86,16 @@ class _Index:
 
     def __init__(self, is_same: Callable[[int, int], bool]) -> None:
         self._is_same = is_same
-        self._known: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
+        self._known: defaultdict[bytes, list[int]] = defaultdict(list)
 
     def add(self, place: int, bands: Sequence[bytes]) -> None:
-        for band in enumerate(bands):
+        for band in bands:
             if len(self._known[band]) < _COMPARED:
                 self._known[band].append(place)
 
     def find(self, place: int, bands: Sequence[bytes]) -> int | None:
         """Return the first place whose text is nearly the same."""
-        near = {each for band in enumerate(bands) for each in self._known.get(band, ())}
+        near = {each for band in bands for each in self._known.get(band, ())}
         return next((each for each in sorted(near) if self._is_same(each, place)), None)
 
 

@@ -112,7 +112,7 @@ class LintSet:
     meter: TokenMeter | None = None
     """Counts tokens as the model does; None where no model is at hand."""
     max_length: int | None = None
-    """Tokens of a prompt with a response that the stage reads; None for a stage that compares no responses."""
+    """Tokens of a prompt with a response that the stage of pairs reads; None does not look where it stops."""
 
     @classmethod
     def of(

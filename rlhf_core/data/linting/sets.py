@@ -51,8 +51,10 @@ def sign_test(successes: int, trials: int) -> float:
     return round(min(1.0, 2 * math.fsum(map(math.exp, logs))), 15)
 
 
-FLOOD_ROWS, FLOOD_SHARE, FLOOD_TIMES = 20, 0.01, 5
-"""A flood has so many rows, such a share of the set, and so many times what is usual among the others."""
+FLOOD_ROWS, FLOOD_SHARE = 20, 0.01
+"""A flood has so many rows, and such a share of the set."""
+ANNOTATORS_SHARE, FLOOD_TIMES = 0.005, 5
+"""An annotator's flood has such a share, and so many times what is usual among annotators."""
 _HALF, _FORM = 0.5, 0.9
 _PATTERN_WORDS = 6
 _NUMBER = re.compile(r"\d+")
@@ -72,7 +74,8 @@ def _of_annotators(given: LintSet) -> Iterator[str]:
         return
     usual = median(counts.values())
     for name, count in counts.most_common(_MOST_TOLD):
-        if _is_flood(count, len(given.rows)) and (count > _HALF * counts.total() or count >= FLOOD_TIMES * usual):
+        much = count > _HALF * counts.total() or count >= FLOOD_TIMES * usual
+        if much and _is_flood(count, len(given.rows), ANNOTATORS_SHARE):
             yield (
                 f"annotator {quoted(name)} made {count:,} of {len(given.rows):,} rows of data.{given.role}; the median "
                 f"of {len(counts):,} annotators made {usual:g}"
@@ -104,8 +107,8 @@ def _of_responses(given: LintSet) -> Iterator[str]:
             yield f"{count:,} of {len(given.rows):,} rows of data.{given.role} have the response {quoted(firsts[each])}"
 
 
-def _is_flood(count: int, rows: int) -> bool:
-    return count >= FLOOD_ROWS and count >= FLOOD_SHARE * rows
+def _is_flood(count: int, rows: int, share: float = FLOOD_SHARE) -> bool:
+    return count >= FLOOD_ROWS and count >= share * rows
 
 
 def columns(given: LintSet) -> Iterator[str]:

@@ -126,14 +126,13 @@ def check_source(
         notes = _beyond_limits(config, role, read, meter)
     rows = describe_rows(read.rows, f"data.{role}", meter)
     facts = describe_set(role, read)
-    findings = report.findings if report is not None else _findings(config, role, read, meter)
+    if report is not None:
+        findings = report.findings
+    else:
+        given = LintSet.of(role, read, meter, config.reward_model.max_length)
+        findings = tuple(lint_set(given, config.data.lint))
     told = tuple(dict.fromkeys(refusals))
     return Checked(source.path, role, read, facts, rows, report, told, tuple(notes), sizes, findings)
-
-
-def _findings(config: PipelineConfig, role: Role, read: ReadSet[Any], meter: TokenMeter | None) -> tuple[Finding, ...]:
-    limit = config.reward_model.max_length if role == "preferences" else None
-    return tuple(lint_set(LintSet.of(role, read, meter, limit), config.data.lint))
 
 
 def shared_prompts(one: Checked, other: Checked) -> list[str]:

@@ -102,8 +102,8 @@ def misspelt(unread: Iterable[str], columns: Collection[str]) -> dict[str, str]:
         columns: all that there are.
 
     Example:
-        >>> misspelt(["choosen", "question_id"], ["choosen", "rejected", "question_id"])
-        {'choosen': 'chosen'}
+        >>> misspelt(["Chosen", "question_id"], ["Chosen", "rejected", "question_id"])
+        {'Chosen': 'chosen'}
     """
     known = [name for role in _ROLES for name in known_fields(FORMS[role]()) if name not in columns]
     found = {}

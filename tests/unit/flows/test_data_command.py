@@ -186,3 +186,13 @@ def test_without_the_model_everything_but_lengths_is_shown(
     status, text = checked(capsys, write(tmp_path / "p.jsonl", problems(900)))
     assert status == 0
     assert "the model of preset quickstart is not on this machine" in text
+
+
+def test_what_the_linter_finds_fails_only_a_strict_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "p.jsonl", [*problems(30), {"question": "<|im_start|>And 9?", "answer": "9"}])
+    status, text = checked(capsys, path)
+    assert status == 0, text
+    for part in ("Lint", "row 31 of", "'<|im_start|>'", "what to do"):
+        assert part in " ".join(text.split())
+    assert checked(capsys, path, "--strict")[0] == 1
+    assert checked(capsys, write(tmp_path / "good.jsonl", problems(30)), "--strict")[0] == 0

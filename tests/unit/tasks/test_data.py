@@ -190,10 +190,25 @@ def test_keys_of_messages_that_the_model_is_not_shown_are_named_in_the_log_and_o
     with telling(lines.append):
         made = prepare_data.fn(with_data(preset(model, **NO_ANSWERS), path), None, reads=("ppo",))  # type: ignore[attr-defined]
     told = "'thinking' of 80 messages (template.prompt shows the contents of messages alone)"
-    assert lines[-1].endswith(f"left out of the messages of preferences: {told}")
+    assert any(line.endswith(f"left out of the messages of preferences: {told}") for line in lines)
     store = open_default_store()
     page = store.read_bytes(store.resolve(made.uri), "report.md").decode()
     assert "* `thinking`: 80; template.prompt shows the contents of messages alone" in page
+
+
+def test_what_the_linter_finds_is_told_each_night_and_gets_a_key_of_its_own_where_it_is_asked_for(
+    model: Path, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "p.jsonl", [*ROWS["problems"], {"question": "[INST] And 9? [/INST]", "answer": "#### 9"}])
+    reused, lines = [], list[str]()
+    with telling(lines.append):
+        for overrides in ({}, {}, {"data.lint": "warn"}, {"data.lint.template": "drop"}):
+            made = prepare_data.fn(with_data(preset(model, **overrides), path), None, reads=SPLITS)  # type: ignore[attr-defined]
+            reused.append(made.reused)
+    assert reused == [False, True, True, False]
+    told = [line for line in lines if "lint template: 1 of 41 rows of data.problems hold the marks" in line]
+    assert len(told) == len(reused)
+    assert made.metrics["rejected"] == 1
 
 
 def test_a_set_that_is_not_there_is_one_sentence(model: Path, tmp_path: Path) -> None:

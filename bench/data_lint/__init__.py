@@ -1,0 +1,1 @@
+"""Planted faults, and what the linter finds of them."""

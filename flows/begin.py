@@ -9,6 +9,7 @@ from flows.presets import Draft, draft_of, preset_values
 from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
+from tasks.arrivals import NothingNew, NothingNewError, look_for_arrivals
 from tasks.context import Context, open_context
 from tasks.data import SPLITS, check_data, check_rows_fit, is_dataset, prepare_data, settle_dataset, settled, with_data
 from tasks.nights import check_data_are_named, tags_of_run
@@ -42,6 +43,7 @@ def begin(
     reads: tuple[str, ...],
     actor: str | None = None,
     reward_model: str | None = None,
+    as_of: str | None = None,
     **parameters: Any,
 ) -> Begun:
     """Resolve a flow's parameters and refuse, before anything expensive, what is bound to fail.
@@ -56,9 +58,11 @@ def begin(
         reads: splits of the dataset that the flow reads.
         actor: policy that was named.
         reward_model: reward model that was named.
+        as_of: where data arrive, the day up to which they are taken; None takes all that has arrived.
         parameters: the other parameters of `flows.presets.draft_of`.
 
     Raises:
+        NothingNewError: data arrive, and nothing to learn has.
         RlhfError: a parameter, file, model or machine is not as it should be.
         InfraError: the store cannot be used, or a reference names nothing.
     """
@@ -75,6 +79,8 @@ def begin(
     before = recalled(context, _question(preset), dict[str, Any], by_all=True)
     values = before or preset_values(preset)
     draft = _draft(context, preset, data, values, {"name": name, "goes_on": before is not None, **parameters})
+    if not is_dataset(data):
+        look_for_arrivals(context, draft.config, as_of)
     stages = _training(draft.config, trains, reads, **given)
     config = preflight(draft.config, trains=trains, stages=stages, **given)
     draft = draft._replace(config=config)
@@ -89,7 +95,9 @@ def begin(
     except (ConfigError, ReferenceNotFoundError) as error:  # an earlier stage's: first, what is wrong with the data
         missing = error
     needed = _needed(config, trains, reads, **given)
-    dataset = prepare_data(config, data, reads=needed, sizes=draft.sizes)
+    dataset = prepare_data(config, data, reads=needed, sizes=draft.sizes, as_of=as_of)
+    if isinstance(dataset, NothingNew):
+        raise NothingNewError(config, dataset)
     if dataset.reused:  # what was just made was checked before it was stored
         check_data(config, dataset.parent, reads=needed)
     if missing is not None:

@@ -13,6 +13,7 @@ from flows.evaluate import evaluate
 from flows.ppo import ppo
 from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
+from tasks.arrivals import NothingNewError, count_as_learnt, write_nothing_new
 from tasks.data import SPLITS
 from tasks.error_budget import tell_power
 from tasks.forecast import foretell
@@ -39,8 +40,11 @@ def pipeline(
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
     name: str | None = None,
+    as_of: str | None = None,
 ) -> Decision | None:
     """Turn a base model, problems and preferences into an aligned model, and promote it if it is better.
+
+    Where data arrive (`data.arrivals`) and there is nothing new to learn, it ends at once.
 
     Args:
         preset: name of a preset.
@@ -52,21 +56,26 @@ def pipeline(
         seed: seed of everything random.
         overrides: configuration by dotted key.
         name: the project, after which artifacts are named; default: made from preset and data.
+        as_of: where data arrive, a day such as 2026-11-27: what had arrived by its end; default: all that has.
     """
     started = time.monotonic()
-    config, dataset, actor, reward_model = begin(
-        preset,
-        data,
-        name=name,
-        trains="ppo",
-        reads=SPLITS,
-        actor=actor,
-        reward_model=reward_model,
-        model=model,
-        episodes=episodes,
-        seed=seed,
-        overrides=overrides,
-    )
+    try:
+        config, dataset, actor, reward_model = begin(
+            preset,
+            data,
+            name=name,
+            trains="ppo",
+            reads=SPLITS,
+            actor=actor,
+            reward_model=reward_model,
+            as_of=as_of,
+            model=model,
+            episodes=episodes,
+            seed=seed,
+            overrides=overrides,
+        )
+    except NothingNewError as end:
+        return finished(None, str(end), see=write_nothing_new(end.config, end.found))
     tell_power(config, dataset)
     common: dict[str, Any] = {
         "preset": preset,
@@ -92,6 +101,7 @@ def pipeline(
     evaluations = evaluate(actor=policy.uri, reward_model=reward_model, **common)
     decision = gate(config, evaluations)
     champion = promote(decision)
+    count_as_learnt(config, dataset)
     report = write_report(config, [*stages, policy], evaluations, decision, champion, wall_s=time.monotonic() - started)
     told = f"{'promoted' if decision.promote else 'not promoted'}: {decision.reason}{unfinished(policy)}"
     return finished(decision, told, see=report)

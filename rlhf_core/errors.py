@@ -40,6 +40,10 @@ class DataAwayError(DataError):
     ends_as = "Failed: data out of reach"
 
 
+class TooFewRowsError(DataError):
+    """There are fewer rows than the stages of a run need."""
+
+
 class ModelError(RlhfError):
     """A model cannot be found, read, or held by this machine."""
 

@@ -17,7 +17,8 @@ from rlhf_core.config.ppo import BATCHES
 from rlhf_core.config.sizes import SPLITS as SIZES_OF_SPLITS
 from rlhf_core.config.sizes import Sizes, as_they_are, settle, shortage, told_changes, with_sizes
 from rlhf_core.counting import counted
-from rlhf_core.errors import ConfigError, DataError, Fault, refuse_together
+from rlhf_core.errors import ConfigError, DataError, Fault, TooFewRowsError, refuse_together
+from tasks.arrivals import Intake, NothingNew, arriving_role
 from tasks.clusters import address_of
 from tasks.context import Context, data_access, materialise, open_context
 from tasks.parents import base_model
@@ -67,21 +68,32 @@ def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
     from rlhf_core.data.preparing import role_of, with_source
 
     source = SourceConfig(path=data)
-    role = role_of(source, config.data, data_access(settings()))
+    if config.data.arrivals is not None:
+        role = arriving_role(open_context(), config, source)
+    else:
+        role = role_of(source, config.data, data_access(settings()))
     return config.model_copy(update={"data": with_source(config.data, source, role)})
 
 
 @stage_task(name="prepare-data")
 def prepare_data(
-    config: PipelineConfig, reference: str | None, *, reads: tuple[str, ...], sizes: Sizes | None = None
-) -> StageResult:
+    config: PipelineConfig,
+    reference: str | None,
+    *,
+    reads: tuple[str, ...],
+    sizes: Sizes | None = None,
+    as_of: str | None = None,
+) -> StageResult | NothingNew:
     """Return the dataset of a run: the one that is named, or one made from the configuration and stored.
+
+    Where data arrive, and too little has, it is the reason why the night ends.
 
     Args:
         config: the resolved preset.
         reference: the parameter `data`; a `dataset/...` is returned as it is.
         reads: splits that the run reads; what it could not use is refused before anything is stored.
         sizes: which sizes may follow the data; None keeps all as they are.
+        as_of: where data arrive, up to which day; None takes all that has.
 
     Raises:
         DataError: a set cannot be read, shares prompts with another, is too small, or does not suit the run; or
@@ -98,8 +110,16 @@ def prepare_data(
         _tell(context, before)
         return before
     template = _template(context, config)
-    sets = _read_as_it_began(context, config, template)
-    source = source_digest("data")
+    intake: Intake | None = None
+    if config.data.arrivals is None:
+        sets = _read_as_it_began(context, config, template)
+    else:
+        given = _read_as_it_began(context, _less_what_arrives(config), template)
+        intake = Intake(context, config, template, given, as_of)
+        if (nothing := intake.nothing()) is not None:
+            return nothing
+        sets = intake.sets
+    source = source_digest("data", "arrivals")
     sizes = sizes or as_they_are(config)
     linted = set() if config.data.lint != LintConfig() else {"lint"}  # as it is, it changes no row
     facts = {
@@ -110,29 +130,42 @@ def prepare_data(
         "template": template.digest(),
     }
     inputs = [f"{role} {digest}" for role, digest in set_digests(sets).items()]
+    inputs += intake.inputs if intake is not None else []
 
     def key(**further: Any) -> str:
         return stage_key("data", config=facts | further, inputs=inputs, seed=config.seed, source=source)
 
     def make() -> StageResult:
         started = time.perf_counter()
-        made = _made(context, config, sizes, sets, template, reads=reads)
+        made = _made(context, config, sizes, sets, template, reads=reads, intake=intake)
         # this run's splits may have taken rows from others: a run that reads those needs a dataset of its own
         own = key() if made.for_all else key(reads=reads)
 
         def store() -> StageResult:
             seconds = time.perf_counter() - started
-            return _store(context, config, made, key=own, source=source, seconds=seconds)
+            return _store(context, config, made, intake, key=own, source=source, seconds=seconds)
 
         return reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=own, make=store)
 
-    found = once_in_a_run(
-        context,
-        "data",
-        lambda: reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=key(), make=make),
-    )
+    try:
+        found = once_in_a_run(
+            context,
+            "data",
+            lambda: reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=key(), make=make),
+        )
+    except TooFewRowsError as error:
+        if intake is None:
+            raise
+        return intake.too_few(error)
     _tell(context, found)
     return found
+
+
+def _less_what_arrives(config: PipelineConfig) -> PipelineConfig:
+    """Return the configuration with no set but that for evaluation, which does not grow."""
+    from rlhf_core.data.preparing import ROLES
+
+    return config.model_copy(update={"data": config.data.model_copy(update=dict.fromkeys(ROLES, ()))})
 
 
 def settled(
@@ -357,30 +390,49 @@ def _made(
     template: PromptTemplate,
     *,
     reads: tuple[str, ...],
+    intake: Intake | None,
 ) -> Prepared:
     from rlhf_core.data.preparing import TokenMeter, prepare, refuse_unfit
 
     meter, modules = TokenMeter(template), context.settings.reward_modules
-    made = prepare(config, sets, meter=meter, allowed_modules=modules, sizes=sizes, reads=reads)
+    last: Collection[str] = ()
+    if intake is not None:  # one row that is too long must not stop this night and all that follow
+        config = config.model_copy(update={"data": config.data.model_copy(update={"too_long": "drop"})})
+        last = intake.tonight.last
+    made = prepare(config, sets, meter=meter, allowed_modules=modules, sizes=sizes, reads=reads, last=last)
+    if intake is not None:
+        refuse_together(made.faults, TooFewRowsError)
     refuse_unfit(made.splits, made.pairs, config, meter, reads=reads, besides=made.faults)
     return made
 
 
 def _store(
-    context: Context, config: PipelineConfig, made: Prepared, *, key: str, source: str, seconds: float
+    context: Context,
+    config: PipelineConfig,
+    made: Prepared,
+    intake: Intake | None,
+    *,
+    key: str,
+    source: str,
+    seconds: float,
 ) -> StageResult:
-    metrics = _figures(made)
+    metrics, files = _figures(made), _files(made)
     say("data", _line(made))
     for each in made.report.sets:
         if each.not_shown:
             say("data", f"left out of the messages of {each.role}: {', '.join(map(str, each.not_shown))}")
+    if intake is not None:
+        arrived, figures = intake.files(made)
+        intake.say(figures)
+        files |= arrived | {REPORT: bytes(files[REPORT]) + intake.report(figures).encode("utf-8", "replace")}
+        metrics |= figures
     data = config.data.model_copy(update={"splits": made.sizes})
     return commit_stage(
         context,
         stage="data",
         kind="dataset",
         name=config.name,
-        files=_files(made),
+        files=files,
         key=key,
         parents=[],
         config=config.model_copy(update={"data": data}),

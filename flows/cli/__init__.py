@@ -47,6 +47,8 @@ app.command(
     "flows.cli.stack:automations", name="automations", help="Have another Prefect server start crashed runs again."
 )
 app.command("flows.cli.artifacts:app", name="artifacts", help="Look into the artifact store, and keep it in order.")
+app.command("flows.cli.nights:nights", name="nights", help="List the nights: their data, cost and decision.")
+app.command("flows.cli.backfill:backfill", name="backfill", help="Make the nights that were missed, day by day.")
 app.command("flows.cli.data:app", name="data", help="Look at data before a run does.")
 
 

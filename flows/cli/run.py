@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -13,6 +14,7 @@ from infra.errors import ServiceError
 from rlhf_core.escaping import visible
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import datetime
     from uuid import UUID
 
@@ -53,19 +55,65 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
         param: a parameter of the flow as NAME=VALUE (VALUE as JSON, or else as text); may be repeated. A path of data
             or of a model is seen from the current folder.
     """
+    return run_deployment(preset, param)
+
+
+def run_deployment(preset: str, param: Given, *, wait: bool = True) -> int:
+    """Run a deployment and return the exit status.
+
+    Args:
+        preset: of `run`.
+        param: of `run`.
+        wait: follow the run; without, it is started, and 0 is returned.
+
+    Raises:
+        ServiceError: there is no server, or it refuses.
+        ConfigError: there is no such deployment, or it does not take the parameters.
+    """
     import prefect  # noqa: F401  # before the event loop, in which it cannot start its plugins
-    from httpx import HTTPError, HTTPStatusError, InvalidURL, codes
 
     from flows.cli.parameters import read_parameters
-    from infra.prefect_access import access_to, refusal
+    from infra.prefect_access import access_to
 
     screen = console()
-    deployment = preset if "/" in preset else f"pipeline/{preset}"
+    deployment = _full_name(preset)
     parameters = read_parameters(param)
     api_url, here = _api_url(screen)
     access = access_to(api_url)
+    with _refusals_in_words(api_url, access):
+        return asyncio.run(_run(deployment, parameters, api_url, access, screen, here=here, wait=wait))
+
+
+def find_deployment(preset: str) -> Any:
+    """Return what the server says of a deployment, which is named as for `run`.
+
+    Raises:
+        ServiceError: there is no server, or it refuses.
+        ConfigError: it has no such deployment.
+    """
+    import prefect  # noqa: F401  # as above
+
+    from infra.prefect_access import access_to
+
+    api_url, _ = _api_url(console())
+    access = access_to(api_url)
+
+    async def find() -> Any:
+        async with _client(api_url, access) as client:
+            return await _deployment(client, _full_name(preset))
+
+    with _refusals_in_words(api_url, access):
+        return asyncio.run(find())
+
+
+@contextmanager
+def _refusals_in_words(api_url: str, access: Access) -> Iterator[None]:
+    from httpx import HTTPError, HTTPStatusError, InvalidURL, codes
+
+    from infra.prefect_access import refusal
+
     try:
-        return asyncio.run(_run(deployment, parameters, api_url, access, screen, here=here))
+        yield
     except HTTPStatusError as error:
         if error.response.status_code == codes.UNAUTHORIZED:
             raise ServiceError(refusal(api_url, access)) from error
@@ -75,6 +123,10 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
         raise ServiceError(
             f"the Prefect server at {api_url} does not answer ({why}); run `rlhf up`, or correct PREFECT_API_URL"
         ) from error
+
+
+def _full_name(preset: str) -> str:
+    return preset if "/" in preset else f"pipeline/{preset}"
 
 
 def _api_url(screen: Console) -> tuple[str, bool]:
@@ -100,7 +152,14 @@ def _api_url(screen: Console) -> tuple[str, bool]:
 
 
 async def _run(
-    deployment: str, parameters: dict[str, Any], api_url: str, access: Access, screen: Console, *, here: bool
+    deployment: str,
+    parameters: dict[str, Any],
+    api_url: str,
+    access: Access,
+    screen: Console,
+    *,
+    here: bool,
+    wait: bool,
 ) -> int:
     from rich.text import Text
 
@@ -111,6 +170,8 @@ async def _run(
         flow_run = await _start(client, found, deployment, parameters, here=here)
         page = api_url.removesuffix("/").removesuffix("/api")
         screen.print(f"{deployment}: run {flow_run.name}, {page}/runs/flow-run/{flow_run.id}")
+        if not wait:
+            return 0
         try:
             state = await Follower(client, flow_run, screen, prefix=PREFIX).follow()
         except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, outside an event loop and inside one
@@ -358,4 +419,6 @@ def _show_report(flow_run_id: UUID, screen: Console) -> None:
     screen.print(Markdown(named, hyperlinks=False))
     uri, pictures = manifest.ref.uri, [entry.path for entry in manifest.files if entry.path.endswith(".png")]
     screen.print(f"stored as {uri}; rlhf artifacts lineage {uri}", style="dim")
+    if not pictures:  # of a night that had nothing to learn
+        return
     screen.print(f"pictures ({', '.join(pictures)}) and samples.md: rlhf artifacts fetch {uri} DIRECTORY", style="dim")

@@ -3,7 +3,7 @@
 from rlhf_core.config.base import Config
 from rlhf_core.config.budget import BudgetConfig
 from rlhf_core.config.conditions import ConditionsConfig, ForgettingConfig
-from rlhf_core.config.data import DataConfig, SourceConfig, SplitsConfig, TemplateConfig
+from rlhf_core.config.data import ArrivalsConfig, DataConfig, SourceConfig, SplitsConfig, TemplateConfig
 from rlhf_core.config.model import LoRAConfig, ModelConfig
 from rlhf_core.config.pipeline import EvaluationConfig, GateConfig, PipelineConfig
 from rlhf_core.config.ppo import (
@@ -19,6 +19,7 @@ from rlhf_core.config.strategy import StrategyName, TrainersConfig
 from rlhf_core.config.supervised import RewardModelConfig, SFTConfig
 
 __all__ = [
+    "ArrivalsConfig",
     "BudgetConfig",
     "ClusterConfig",
     "ConditionsConfig",

@@ -104,6 +104,32 @@ class SourceConfig(Config):
     """Of a hub dataset; None takes the newest."""
 
 
+class ArrivalsConfig(Config):
+    """What a night learns from sources that grow: each row once, and old ones beside the new if that is said here."""
+
+    window_nights: int | None = Field(None, ge=1)
+    """Learn again what the last nights learnt: 7 takes tonight's rows and those of the six nights before."""
+    window_days: float | None = Field(None, gt=0)
+    """The same by time: what nights of the last days learnt."""
+    replay: float = Field(0.0, ge=0, lt=1)
+    """Share of older rows among tonight's, drawn at random from all nights before the window."""
+    min_rows: int = Field(1, ge=1)
+    """New rows to learn with which a night begins; where there are fewer, they wait for the next."""
+    max_bad_files: float = Field(0.5, ge=0, le=1)
+    """Share of the new files that may be left out as unreadable; where more are, the run stops."""
+    settle_s: float = Field(60.0, ge=0)
+    """A file that was written later than so many seconds ago may not be whole yet, and waits for the next night.
+
+    Objects of a bucket and datasets of the hub appear whole: for them it has no effect.
+    """
+
+    @model_validator(mode="after")
+    def _one_window(self) -> Self:
+        if self.window_nights is not None and self.window_days is not None:
+            raise ValueError("data.arrivals.window_nights and data.arrivals.window_days exclude each other; set one")
+        return self
+
+
 def _as_sources(value: Any) -> Any:
     """Let a path stand for a source, and one source for a list of one."""
     listed = value if isinstance(value, list | tuple) else [value]
@@ -137,8 +163,12 @@ class DataConfig(Config):
     verifier: str | None = None
     """Who says whether an answer is right: `exact`, `gsm8k_reward_fn`, `math_competition_reward_fn`,
     `reasoning_gym:<task>` or `package.module:function`; None takes the task's own scorer, and `exact` for files."""
+    arrivals: ArrivalsConfig | None = None
+    """Set (`{}` does): sources grow, and a night learns what has arrived since the last one (docs/data.md). None: each
+    run learns all that its sources hold."""
     bad_rows: Literal["refuse", "drop"] = "refuse"
-    """What becomes of a row that cannot be read: an error, or it is counted, named and left out."""
+    """What becomes of a row that cannot be read: an error (of its file alone, where data arrive), or it is counted,
+    named and left out."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """The same of a row that is longer than its stage's limit."""
     lint: LintConfig = LintConfig()
@@ -172,6 +202,18 @@ class DataConfig(Config):
     def _parameters_of_a_task(self) -> Self:
         if self.task is None and self.task_parameters:
             raise ValueError("data.task_parameters are a task's, but data.task is null; set the one or drop the other")
+        return self
+
+    @model_validator(mode="after")
+    def _arrivals_take_every_row(self) -> Self:
+        for role in ("problems", "prompts", "demonstrations", "preferences") if self.arrivals is not None else ():
+            for source in getattr(self, role):
+                given = [name for name in ("weight", "limit") if getattr(source, name) is not None]
+                if given:
+                    raise ValueError(
+                        f"data.{role} gives {source.path} a {given[0]}, but with data.arrivals every row is learnt "
+                        f"once; drop the {given[0]}"
+                    )
         return self
 
     @model_validator(mode="after")

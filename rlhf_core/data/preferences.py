@@ -138,6 +138,15 @@ class PairSplit(NamedTuple):
     heldout: list[PreferencePair]
 
 
+def used_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, seed: int) -> list[PreferencePair]:
+    """Return the pairs that a reward model uses, to learn from or to be measured on: at most `config.pairs`."""
+
+    def rank(pair: PreferencePair) -> bytes:
+        return _digest(str(seed), pair.prompt, pair.chosen, pair.rejected)
+
+    return sorted(pairs, key=rank)[: config.pairs]
+
+
 def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, seed: int) -> PairSplit:
     """Return at most `config.pairs` pairs, split by conversation.
 
@@ -149,11 +158,7 @@ def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, s
     Raises:
         DataError: one side is empty.
     """
-
-    def rank(pair: PreferencePair) -> bytes:
-        return _digest(str(seed), pair.prompt, pair.chosen, pair.rejected)
-
-    used = sorted(pairs, key=rank)[: config.pairs]
+    used = used_pairs(pairs, config, seed=seed)
     beginnings = _beginnings({pair.prompt for pair in used})
     places = {
         prompt: int.from_bytes(_digest("reward model", problem_key(first))[:8], "big") / 2**64

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
 from rlhf_core.escaping import block, picture, prose
+from tasks.arrivals import day_of_night
 from tasks.budget import spent
 from tasks.context import Context, open_context
 from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, levels, rows_of
@@ -251,6 +252,11 @@ def _commit(context: Context, config: PipelineConfig, facts: Facts, files: dict[
             "promoted": facts.decision.promote,
             "difference": facts.decision.difference,
             **spent(context, config)._asdict(),
+            "night": day_of_night(context, config),
+            "reason": facts.decision.reason,
+            "champion": facts.champion,
+            "wall_s": facts.wall_s,
+            "seconds": {each.stage: each.seconds for each in facts.stages if not each.reused},
         },
         source_digest=source_digest(*(f"report/{name}" for name in MODULES)),
         flow_run=context.flow_run,

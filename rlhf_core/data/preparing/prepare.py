@@ -35,7 +35,7 @@ from rlhf_core.data.preparing.splits import (
 )
 from rlhf_core.data.problems import has_response_to_learn, problem_key
 from rlhf_core.data.reading import detect_role, possible_roles, read_set
-from rlhf_core.errors import DataError, Fault, refuse_together
+from rlhf_core.errors import Fault, TooFewRowsError, refuse_together
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.preparing.lengths import TokenMeter
     from rlhf_core.data.problems import Problem
     from rlhf_core.data.reading import Access, ReadSet, Role
+    from rlhf_core.data.reading.formats import Part
     from rlhf_core.data.template import PromptTemplate
 
 ROLES: tuple[Role, ...] = ("problems", "prompts", "demonstrations", "preferences")
@@ -86,16 +87,22 @@ def set_digests(sets: Mapping[str, ReadSet[Any]]) -> dict[str, str]:
     return {role: read.digest for role, read in sets.items()}
 
 
-def role_of(source: SourceConfig, config: DataConfig, access: Access) -> Role:
+def role_of(source: SourceConfig, config: DataConfig, access: Access, part: Part | None = None) -> Role:
     """Return the role of a source that replaces a configuration's own sources.
 
     Where the configuration has sets of one role alone and the rows have that role's form, it is that role: GSM8K's rows
     are demonstrations to a run that learns from demonstrations. Else it is the first of the possible roles.
 
+    Args:
+        source: the set.
+        config: says which roles there are.
+        access: how the set is reached.
+        part: which of its files is looked at; None takes the first.
+
     Raises:
         DataError: if it cannot be read, or its rows are of no form of any role.
     """
-    roles = possible_roles(source, access)
+    roles = possible_roles(source, access, part)
     used = [role for role in ROLES if getattr(config, role)]
     alone = used[0] if len(used) == 1 and config.task is None else None
     return alone if alone in roles else roles[0]
@@ -124,6 +131,8 @@ class Prepared:
     """Sizes that the user set and that exclude each other; the splits are as the overrides in here make them."""
     for_all: bool
     """Whether every stage has something: flows that read other splits prepare the same."""
+    waiting: frozenset[str] = frozenset()
+    """Keys of prompts that a split could have and has no place for."""
 
 
 def prepare(
@@ -134,6 +143,7 @@ def prepare(
     allowed_modules: Sequence[str] = (),
     sizes: Sizes | None = None,
     reads: Sequence[str] = SPLITS,
+    last: Collection[str] = (),
 ) -> Prepared:
     """Return every stage's rows.
 
@@ -147,10 +157,11 @@ def prepare(
         allowed_modules: from which a verifier may be taken by path.
         sizes: which sizes may follow the data; None keeps all as they are, and refuses too few rows at once.
         reads: splits that the run reads; the others may come to nothing where there is no room.
+        last: keys of prompts that take only the places which all others leave.
 
     Raises:
-        DataError: if sets share prompts, there is too little, the verifier accepts nothing, or the linter finds what
-            data.lint refuses.
+        TooFewRowsError: if there is too little.
+        DataError: if sets share prompts, the verifier accepts nothing, or the linter finds what data.lint refuses.
         ConfigError: if nothing says how a prompt is put to the model.
     """
     asked = sizes or as_they_are(config)
@@ -168,20 +179,23 @@ def prepare(
         del pool_of["sft"]
     uses = {name: splits_from(name, pool_of) for name in pools}
     refuse_overlap(list(pools.values()), {name: _uses(name, splits) for name, splits in uses.items()})
-    usable = {name: _usable(pool, uses[name], fitting, config.seed) for name, pool in pools.items() if uses[name]}
+    usable = {name: _usable(pool, uses[name], fitting, config.seed, last) for name, pool in pools.items() if uses[name]}
     parts = {name: sides.parted(pool) for name, pool in usable.items()}
     supplies = [_supply(pool, uses[name], parts[name], sides, "preferences" in sets) for name, pool in usable.items()]
     settled = settle(asked, supplies, reads=reads)
     if settled is None:
         left_out = "; ".join(f"{each.longer} are left out by {each.key} = {each.limit}" for each in fitting.left_out)
-        raise DataError(shortage(asked, supplies, reads) + (f" ({left_out})" if left_out else ""))
+        raise TooFewRowsError(shortage(asked, supplies, reads) + (f" ({left_out})" if left_out else ""))
     filled = SplitsConfig(**{split: settled.values[split_key(split)] for split in SPLITS})
     splits = {
         split: parts[pool_of[split]][split][: getattr(filled, split)] if split in pool_of else [] for split in SPLITS
     }
+    waiting = frozenset(
+        row.key for split, name in pool_of.items() for row in parts[name][split][getattr(filled, split) :]
+    )
     faults = [Fault(each, settled.instead) for each in settled.complaints]
     if sizes is None:
-        refuse_together(faults, DataError)
+        refuse_together(faults, TooFewRowsError)
     pairs = None
     if "preferences" in sets:
         served = [sides.of_prompt("preferences", problem_key(pair.prompt)) for pair in sets["preferences"].rows]
@@ -197,7 +211,7 @@ def prepare(
     described, exceeding = _describe(config, splits, pairs, origins, meter)
     too_long = (*fitting.left_out, *exceeding)
     report = _report(config, sets, described, too_long, verifier_check, findings)
-    return Prepared(splits, pairs, report, filled, tuple(faults), settled.for_all)
+    return Prepared(splits, pairs, report, filled, tuple(faults), settled.for_all, waiting)
 
 
 def draw_task(
@@ -255,10 +269,11 @@ def _uses(pool: str, splits: Sequence[str]) -> list[str]:
     return [*splits, *(["the reward model"] if pool == "preferences" else [])]
 
 
-def _usable(pool: Pool, splits: Sequence[str], fitting: Fitting, seed: int) -> Pool:
+def _usable(pool: Pool, splits: Sequence[str], fitting: Fitting, seed: int, last: Collection[str]) -> Pool:
     """Return the rows that a pool's splits may get, in the order in which they are drawn."""
     rows = fitting.problems(pool.rows, splits)
-    return Pool(pool.name, rows if pool.name == TASK else in_hash_order(rows, seed), pool.paths)
+    ordered = rows if pool.name == TASK else sorted(in_hash_order(rows, seed), key=lambda row: row.key in last)
+    return Pool(pool.name, ordered, pool.paths)
 
 
 def _describe(

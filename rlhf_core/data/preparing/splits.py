@@ -144,9 +144,9 @@ class Sides:
         """
         if pool == EVALUATION:
             return EVALUATION
-        place = int.from_bytes(_hash("side", key)[:8], "big") / 2**64
-        if place < self.heldout:
+        if is_held_out(key, self.heldout):
             return EVALUATION
+        place = _place(key)
         found, shares = None, self.shares[pool]
         left = (place - self.heldout) / (1 - self.heldout) * sum(shares.values())
         for name, share in shares.items():
@@ -170,6 +170,21 @@ class Sides:
             if name is not None and (name != "sft" or has_response_to_learn(problem)):
                 parts[name].append(problem)
         return parts
+
+
+def is_held_out(key: str, share: float) -> bool:
+    """Return whether a prompt is one of those that are held out for the evaluation.
+
+    Args:
+        key: the prompt's.
+        share: that is held out, from 0 to 1.
+    """
+    return _place(key) < share
+
+
+def _place(key: str) -> float:
+    """Return where a prompt lies in [0, 1), whatever else there is."""
+    return int.from_bytes(_hash("side", key)[:8], "big") / 2**64
 
 
 def in_hash_order(problems: Iterable[Problem], seed: int) -> list[Problem]:

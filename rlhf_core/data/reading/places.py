@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -201,10 +202,35 @@ def files_of_pattern(pattern: str) -> list[Path]:
     raise DataError(f"no file matches {pattern}; {holds}")
 
 
+class RemoteObject(NamedTuple):
+    """An object of a bucket, as it is listed."""
+
+    address: str
+    size: int
+    """In bytes."""
+    tag: str
+    """What changes when the object does."""
+    when: datetime | None
+    """When it was written; None if the server does not tell."""
+    fetch: Callable[[], Path]
+    """Returns the file that holds it here; an object that was fetched before, and has not changed, is not again."""
+
+
 def fetch_objects(address: str, access: Access) -> list[tuple[str, Path]]:
     """Return what an address names, sorted: each object's address, and the file that holds it here.
 
-    An object that has not changed since it was fetched is not fetched again.
+    Arguments and errors as of `list_objects`.
+    """
+    found = list_objects(address, access)
+    if found:
+        return [(each.address, each.fetch()) for each in found]
+    if is_pattern(address):
+        raise DataError(f"no object matches {address}; check the bucket and the pattern")
+    raise DataError(f"there is no data file under {address}, but {listed(_others(address, access))}")
+
+
+def list_objects(address: str, access: Access) -> list[RemoteObject]:
+    """Return what an address names, sorted; nothing is fetched.
 
     Args:
         address: an object, a pattern, or a prefix that ends in `/` for the data files right under it.
@@ -218,7 +244,17 @@ def fetch_objects(address: str, access: Access) -> list[tuple[str, Path]]:
         raise DataError(f"{address} names no bucket; write {PREFIX}bucket/path/to/file")
     options = access.storage_options()
     files, origin = _file_system(options, address), str(options.get("endpoint_url", ""))
-    return [(name, _fetched(name, files, access.cache_dir / "s3", origin)) for name in _addresses(address, files)]
+    kept = access.cache_dir / "s3"
+    return [
+        RemoteObject(
+            name,
+            int(info.get("size") or 0),
+            _version(info),
+            info.get("LastModified"),
+            partial(_fetched, name, files, kept, origin),
+        )
+        for name, info in sorted(_infos(address, files).items())
+    ]
 
 
 def _file_system(given: Mapping[str, Any], address: str) -> Any:
@@ -228,19 +264,29 @@ def _file_system(given: Mapping[str, Any], address: str) -> Any:
     return _asked(address, lambda: fsspec.filesystem("s3", **options))
 
 
-def _addresses(address: str, files: Any) -> list[str]:
+def _infos(address: str, files: Any) -> dict[str, dict[str, Any]]:
+    """Return what the server says of each object that an address names."""
     if is_pattern(address):
-        found = sorted(PREFIX + name for name in _asked(address, partial(files.glob, address)))
-        if not found:
-            raise DataError(f"no object matches {address}; check the bucket and the pattern")
-        return found
-    if not address.endswith("/"):
-        return [address]
-    listing = [entry["name"] for entry in _asked(address, partial(files.ls, address, detail=True))]
-    names = sorted(name for name in listing if is_data_name(name))
-    if not names:
-        raise DataError(f"there is no data file under {address}, but {listed(sorted(listing))}")
-    return [PREFIX + name for name in names]
+        found = _asked(address, partial(files.glob, address, detail=True))
+        return {PREFIX + name: info for name, info in found.items() if info.get("type") == "file"}
+    if address.endswith("/"):
+        entries = _asked(address, partial(_listing, address, files))
+        return {PREFIX + each["name"]: each for each in entries if is_data_name(each["name"])}
+    return {address: _asked(address, partial(files.info, address))}
+
+
+def _listing(prefix: str, files: Any) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = files.ls(prefix, detail=True)
+    except FileNotFoundError:
+        files.info(prefix.removeprefix(PREFIX).partition("/")[0])  # where the bucket is missing, it is an error
+        return []
+    return found
+
+
+def _others(address: str, access: Access) -> list[str]:
+    files = _file_system(access.storage_options(), address)
+    return sorted(_asked(address, partial(files.ls, address, detail=False)))
 
 
 def _fetched(address: str, files: Any, cache_dir: Path, origin: str) -> Path:
@@ -271,7 +317,7 @@ def _fetched(address: str, files: Any, cache_dir: Path, origin: str) -> Path:
 
 def _version(info: dict[str, Any]) -> str:
     """Return what changes when the object does: its tag, else when it was written, with its size."""
-    return f"{info.get('ETag') or info.get('LastModified')}\0{info['size']}"
+    return f"{info.get('ETag') or info.get('LastModified')}\0{info.get('size')}"
 
 
 def _short(text: str) -> str:

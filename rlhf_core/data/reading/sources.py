@@ -44,17 +44,22 @@ def detect_role(source: SourceConfig, access: Access) -> Role:
     return possible_roles(source, access)[0]
 
 
-def possible_roles(source: SourceConfig, access: Access) -> list[Role]:
+def possible_roles(source: SourceConfig, access: Access, part: Part | None = None) -> list[Role]:
     """Return what a source's rows may be for, the role that says most first.
 
     A role is possible if the first row that has any known form names the fields of one of the role's forms, and one of
     the first hundred rows has a value in each of them. The values are not checked: reading the set says what is wrong
     with them. Rows whose responses or answers are null throughout are not taken for prompts.
 
+    Args:
+        source: the set.
+        access: how it is reached.
+        part: which of its files is looked at; None takes the first.
+
     Raises:
         DataError: if it cannot be read, or its rows are of no form of any role.
     """
-    part = find_parts(source, access)[0]
+    part = part or find_parts(source, access)[0]
     with closing(cast("Any", part.scan())) as scan:
         looked_at = list(islice(scan, _MOST_LOOKED_AT))
     found = [row for row in looked_at if isinstance(row, Row)]
@@ -166,13 +171,18 @@ def read_source(source: SourceConfig, role: Role, access: Access, view: MessageV
         left = None if source.limit is None else source.limit - len(read.raw)
         if left == 0:
             break
-        _read_part(part, source, role, left, read, view)
+        read_part(part, source, role, left, read, view)
     return read
 
 
-def _read_part(
+def read_part(
     part: Part, source: SourceConfig, role: Role, limit: int | None, read: SourceRows, view: MessageView
 ) -> None:
+    """Add the rows of a part of a source to what was read of it.
+
+    Raises:
+        DataError: as `read_source`.
+    """
     scanned = list(islice(part.scan(), limit))
     rows = [row for row in scanned if isinstance(row, Row)]
     if rows:

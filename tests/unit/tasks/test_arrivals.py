@@ -1,0 +1,367 @@
+"""Nights over data that arrive: each row is learnt once, by a night that ended; bad files and few rows stop nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.presets import resolve
+from infra.artifacts import ArtifactStore
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data import problems_from_jsonl
+from rlhf_core.data.arriving import Ledger, RowMarks
+from rlhf_core.errors import ConfigError, DataError
+from tasks import arrivals as arrivals_tasks
+from tasks.arrivals import LEARNT, LEDGER, MARKS, NothingNew, NothingNewError, look_for_arrivals, moment
+from tasks.context import Context
+from tasks.data import prepare_data, with_data
+from tasks.progress import telling
+from tasks.results import StageResult
+from tests.unit.tasks.data_files import SMALL
+
+READS = ("ppo", "evaluation")
+HOUR = 3600.0
+
+
+class Nights:
+    """A folder that grows, and the nights that look into it."""
+
+    def __init__(self, store: ArtifactStore, model: Path, folder: Path, **arrivals: Any) -> None:
+        folder.mkdir()
+        self.store, self.folder, self.model = store, folder, model
+        self.arrivals = {"settle_s": 0, **arrivals}
+        self.places = 40
+
+    def config(self, **changes: Any) -> PipelineConfig:
+        overrides: dict[str, Any] = SMALL | {
+            "data.splits": {"sft": 0, "preferences": 0, "ppo": self.places, "evaluation": 8},
+            "data.task": None,
+            "data.task_parameters": None,
+            "data.demonstrations": None,
+            "data.prompts": str(self.folder),
+            "data.arrivals": self.arrivals,
+            "ppo.reward": {"verifier": 0.0, "reward_model": 1.0},
+            "evaluation.judge": "reward_model",
+            "data.verifier": None,
+        }
+        return resolve("quickstart", model=str(self.model), overrides=overrides | changes)
+
+    def arrive(self, name: str, numbers: Any, *, raw: str = "", age_s: float = HOUR) -> Path:
+        """Put a file there, written some time ago."""
+        rows = "".join(json.dumps({"prompt": f"Tell me of {n}."}) + "\n" for n in numbers)
+        path = self.folder / name
+        path.write_text(raw or rows)
+        then = time.time() - age_s
+        os.utime(path, (then, then))
+        return path
+
+    def prepare(self, **changes: Any) -> Any:
+        return prepare_data.fn(self.config(**changes), None, reads=READS)  # type: ignore[attr-defined]
+
+    def night(self, **changes: Any) -> Any:
+        """Prepare a night, and let it end well."""
+        made = self.prepare(**changes)
+        if isinstance(made, StageResult):
+            self.end_well(made)
+        return made
+
+    def end_well(self, made: StageResult) -> None:
+        arrivals_tasks._count_as_learnt.fn(made)  # type: ignore[attr-defined]
+
+    def rows(self, made: StageResult, split: str) -> list[int]:
+        body = self.store.read_bytes(self.store.resolve(made.uri), f"{split}.jsonl")
+        return sorted(int(row.prompt.split()[-1].rstrip(".")) for row in problems_from_jsonl(body))
+
+    def ledger(self, made: StageResult) -> Ledger:
+        return Ledger.model_validate(self.store.read_json(self.store.resolve(made.uri), LEDGER))
+
+
+@pytest.fixture
+def nights(store: ArtifactStore, model: Path, tmp_path: Path) -> Nights:
+    return Nights(store, model, tmp_path / "arriving")
+
+
+def grow(draw: random.Random, nights: Nights, night: int) -> set[int]:
+    """Change the folder as teams do: new files, rows appended, the same rows in another order, files that roll away."""
+    first = 1000 * night
+    numbers = set(range(first, first + draw.randint(30, 60)))
+    nights.arrive(f"day-{night}.jsonl", sorted(numbers))
+    files = sorted(nights.folder.glob("day-*.jsonl"))
+    for path in files[:-1]:
+        lines = path.read_text().splitlines(keepends=True)
+        change = draw.choice(["stay", "shuffle", "append", "roll", "rename"])
+        if change == "shuffle":
+            draw.shuffle(lines)
+            path.write_text("".join(lines))
+        elif change == "append":
+            more = set(range(first + 500, first + 500 + draw.randint(1, 9)))
+            numbers |= more
+            path.write_text("".join(lines) + "".join(json.dumps({"prompt": f"TELL me  of {n}."}) + "\n" for n in more))
+        elif change == "roll":
+            path.unlink()
+        elif change == "rename":
+            path.rename(path.with_name(f"day-0{path.name[4:]}"))
+    return numbers
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_each_row_is_learnt_once_by_a_night_that_ended_and_held_out_ones_never(nights: Nights, seed: int) -> None:
+    draw, nights.places = random.Random(seed), 16
+    arrived: set[int] = set()
+    learnt: Counter[int] = Counter()
+    held: set[int] = set()
+    for night in range(1, 5):
+        arrived |= grow(draw, nights, night)
+        if draw.random() < 0.4:
+            assert isinstance(nights.prepare(), StageResult), "a night that fails after its dataset was stored"
+        made = nights.night()
+        learnt.update(nights.rows(made, "ppo"))
+        held.update(nights.rows(made, "evaluation"))
+    for _ in range(20):  # what had no place in a night's splits has one in a later night
+        made = nights.night()
+        if isinstance(made, NothingNew):
+            break
+        learnt.update(nights.rows(made, "ppo"))
+        held.update(nights.rows(made, "evaluation"))
+    assert isinstance(made, NothingNew)
+    waiting = nights.ledger(_latest(nights)).waiting
+    assert set(learnt.values()) == {1}
+    assert learnt.keys().isdisjoint(held)
+    assert len(arrived) - len(learnt) - waiting == pytest.approx(0.25 * len(arrived), abs=0.12 * len(arrived))
+    assert waiting < 8, "less than an episode needs"
+
+
+def _latest(nights: Nights) -> Any:
+    return nights.store.resolve(f"dataset/quickstart@{LEARNT}")
+
+
+def test_nothing_new_ends_a_night_with_a_sentence_that_names_the_last(nights: Nights, context: Context) -> None:
+    with pytest.raises(NothingNewError, match="nothing has arrived yet"):
+        look_for_arrivals(context, nights.config(), None)
+    nights.arrive("a.jsonl", range(20))
+    look_for_arrivals(context, nights.config(), None)
+    made = nights.night()
+    assert made.metrics["waiting_rows"] == 0
+    with pytest.raises(NothingNewError, match=f"nothing new since .* UTC .*{made.uri}") as caught:
+        look_for_arrivals(context, nights.config(), None)
+    assert caught.value.found.figures["new_files"] == 0
+    nights.arrive("b.jsonl", reversed(range(20)))
+    look_for_arrivals(context, nights.config(), None)
+    found = nights.night()
+    assert "1 new file with 20 rows, which earlier nights had" in found.told
+    assert found.figures == {"new_files": 1, "bad_files": 0, "new_rows": 0, "known_rows": 20}
+
+
+def test_a_night_that_has_nothing_to_learn_stores_that_as_its_report(nights: Nights, context: Context) -> None:
+    with pytest.raises(NothingNewError) as caught:
+        look_for_arrivals(context, nights.config(), None)
+    uri = arrivals_tasks.write_nothing_new.fn(caught.value.config, caught.value.found)  # type: ignore[attr-defined]
+    report = nights.store.resolve(uri)
+    assert report.metrics["nothing_new"] is True
+    assert report.metrics["night"] == f"{datetime.now():%Y-%m-%d}"
+    assert b"nothing has arrived yet" in nights.store.read_bytes(report, "report.md")
+
+
+def test_what_a_failed_night_took_in_is_new_to_the_next(nights: Nights) -> None:
+    nights.arrive("a.jsonl", range(20))
+    failed = nights.prepare()
+    again = nights.night()
+    assert (again.uri, again.reused) == (failed.uri, True)
+    nights.arrive("b.jsonl", range(100, 120))
+    failed = nights.prepare()
+    nights.arrive("c.jsonl", range(200, 220))
+    both = nights.night()
+    assert both.metrics["new_rows"] == 40
+    assert not set(nights.rows(both, "ppo")) & set(nights.rows(again, "ppo"))
+    assert nights.ledger(both).before == again.uri
+
+
+def test_two_nights_that_meet_do_not_count_both(nights: Nights) -> None:
+    nights.arrive("a.jsonl", range(20))
+    first = nights.prepare()
+    nights.arrive("b.jsonl", range(100, 120))
+    second = nights.prepare()
+    said: list[str] = []
+    nights.end_well(second)
+    with telling(said.append):
+        nights.end_well(first)
+    assert nights.store.alias("dataset", "quickstart", LEARNT) == second.uri
+    assert f"{second.uri} was learnt meanwhile" in said[-1]
+
+
+def test_a_bad_file_is_left_out_with_its_reason_until_it_changes(nights: Nights) -> None:
+    nights.arrive("a.jsonl", range(20))
+    bad = nights.arrive("b.jsonl", (), raw='{"prompt": "whole"}\n{"prompt": ')
+    said: list[str] = []
+    with telling(said.append):
+        made = nights.night()
+    assert (made.metrics["new_files"], made.metrics["bad_files"], made.metrics["new_rows"]) == (2, 1, 20)
+    reason = next(each.fault for each in nights.ledger(made).files if each.fault)
+    assert reason is not None
+    assert "row 2 of" in reason
+    assert any(f"quarantine is 1 file: row 2 of {bad}" in line for line in said)
+    report = nights.store.read_bytes(nights.store.resolve(made.uri), "report.md").decode()
+    assert "of them in quarantine" in report
+    assert bad.read_text() == '{"prompt": "whole"}\n{"prompt": ', "nothing of the user's is changed"
+    nights.arrive("c.jsonl", range(100, 120))
+    assert nights.night().metrics["bad_files"] == 0, "it is known"
+    nights.arrive("b.jsonl", range(300, 320))
+    assert nights.night().metrics["new_rows"] == 20
+
+
+def test_more_bad_files_than_allowed_stop_the_night_and_name_the_largest(nights: Nights) -> None:
+    nights.arrive("a.jsonl", range(20))
+    nights.arrive("b.jsonl", (), raw="PK\x03\x04 and more of it")
+    nights.arrive("c.jsonl", (), raw="no rows")
+    with pytest.raises(
+        DataError, match=r"2 of 3 new files .*max_bad_files = 0\.5 allows; the largest: .*b\.jsonl is a zip"
+    ):
+        nights.prepare()
+    nights.arrivals["max_bad_files"] = 1.0
+    assert nights.night().metrics["bad_files"] == 2
+
+
+def test_a_file_that_is_young_or_changes_while_it_is_read_waits(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nights.arrivals["settle_s"] = 60
+    nights.arrive("a.jsonl", range(20))
+    nights.arrive("b.jsonl", range(100, 120), age_s=1)
+    made = nights.night()
+    assert (made.metrics["new_files"], made.metrics["new_rows"]) == (1, 20)
+    nights.arrivals["settle_s"] = 0
+    from rlhf_core.data.arriving import reading
+
+    as_ever = reading.read_part
+
+    def slow(part: Any, *others: Any) -> None:
+        as_ever(part, *others)
+        nights.arrive("b.jsonl", range(100, 130), age_s=0.5)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reading, "read_part", slow)
+        assert "may still be written to" in nights.night().told
+    assert nights.night().metrics["new_rows"] == 30
+
+
+def test_too_few_rows_wait_for_more(nights: Nights) -> None:
+    nights.arrive("a.jsonl", range(4))
+    assert "which wait for more" in nights.night().told
+    nights.arrive("b.jsonl", range(100, 116))
+    made = nights.night()
+    assert made.metrics["new_rows"] == 20
+    nights.arrivals["min_rows"] = 500
+    nights.arrive("c.jsonl", range(200, 220))
+    assert "fewer than data.arrivals.min_rows = 500" in nights.night().told
+    nights.arrivals["min_rows"] = 1
+    assert nights.night().metrics["new_rows"] == 20
+
+
+def test_a_window_learns_the_last_nights_again_and_new_rows_first(nights: Nights) -> None:
+    made = []
+    for night in range(4):
+        nights.arrive(f"{night}.jsonl", range(1000 * night, 1000 * night + 16))
+        made.append(nights.night(**{"data.arrivals": {"settle_s": 0, "window_nights": 2}, "data.splits.ppo": 1000}))
+    learnt = [set(nights.rows(each, "ppo")) for each in made]
+    for night in (2, 3):
+        own = {n for n in learnt[night] if n // 1000 == night}
+        assert learnt[night] - own == {n for n in learnt[night - 1] if n // 1000 == night - 1}
+        assert own
+    nights.arrive("4.jsonl", range(4000, 4016))
+    crowded = {"data.arrivals": {"settle_s": 0, "window_nights": 9}, "data.splits.ppo": 12}
+    found = Counter(n // 1000 for n in nights.rows(nights.night(**crowded), "ppo"))
+    assert found[4] >= 8, "they have the places before what was learnt already"
+
+
+def test_replay_adds_its_share_of_old_rows_and_other_ones_each_night(nights: Nights) -> None:
+    wide = {"data.splits.ppo": 1000}
+    for night in range(3):
+        nights.arrive(f"{night}.jsonl", range(1000 * night, 1000 * night + 60))
+        before = nights.night(**wide)
+    old = set()
+    for night in (3, 4):
+        nights.arrive(f"{night}.jsonl", range(1000 * night, 1000 * night + 40))
+        made = nights.night(**wide, **{"data.arrivals": {"settle_s": 0, "replay": 0.5}})
+        rows = nights.rows(made, "ppo")
+        replayed = {n for n in rows if n < 1000 * night}
+        assert len(replayed) == len(rows) - len(replayed) == made.metrics["old_rows"]
+        assert replayed != old
+        old = replayed
+    assert set(nights.rows(before, "ppo")) & old, "of any night"
+
+
+def test_a_day_takes_what_had_arrived_by_its_end(nights: Nights) -> None:
+    day = 24 * HOUR
+    nights.arrive("old.jsonl", range(20), age_s=3 * day)
+    nights.arrive("new.jsonl", range(100, 120), age_s=0.1 * HOUR)
+    then = f"{datetime.now() - timedelta(days=2):%Y-%m-%d}"
+    made = prepare_data.fn(nights.config(), None, reads=READS, as_of=then)  # type: ignore[attr-defined]
+    assert made.metrics["new_rows"] == 20
+    nights.end_well(made)
+    assert nights.night().metrics["new_rows"] == 20
+
+
+@pytest.mark.parametrize("given", ["yesterday", "2026-13-01", "2999-01-01"])
+def test_a_day_that_is_none_or_to_come_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="as_of"):
+        moment(given)
+    assert moment(f"{datetime.now():%Y-%m-%d}") <= datetime.now(UTC)
+
+
+def test_a_day_needs_data_that_arrive(nights: Nights, context: Context) -> None:
+    with pytest.raises(ConfigError, match="as_of is for data that arrive"):
+        look_for_arrivals(context, nights.config(**{"data.arrivals": None}), "2026-11-01")
+
+
+def test_the_parameter_data_has_the_role_of_its_first_good_file_and_keeps_it_when_all_rolled_away(
+    nights: Nights,
+) -> None:
+    config = nights.config(**{"data.prompts": None, "data.task": "gcd"})
+    assert with_data(config, str(nights.folder)).data.prompts, "nothing has arrived"
+    bad, good = (
+        nights.arrive("a.jsonl", (), raw="{"),
+        nights.arrive("b.jsonl", (), raw='{"question": "1?", "answer": 1}'),
+    )
+    assert [each.path for each in with_data(config, str(nights.folder)).data.problems] == [str(nights.folder)]
+    for path in (bad, good):
+        path.unlink()
+    nights.arrive("c.jsonl", range(20))
+    nights.night()
+    (nights.folder / "c.jsonl").unlink()
+    assert with_data(config, str(nights.folder)).data.prompts
+
+
+def test_a_row_that_is_too_long_stops_no_night(nights: Nights) -> None:
+    nights.arrive("a.jsonl", range(20))
+    nights.arrive("b.jsonl", (), raw=json.dumps({"prompt": "long " * 4000}))
+    made = nights.night()
+    assert made.metrics["too_long"] == 1
+    nights.arrive("c.jsonl", range(100, 120))
+    assert nights.night().metrics["too_long"] == 0
+
+
+def test_marks_tell_known_rows_and_grow_at_the_end() -> None:
+    first = RowMarks().with_new([5, 3, 5])
+    again = RowMarks(first)
+    assert len(again) == 2
+    assert again.are_known([3, 4, 5]) == [True, False, True]
+    assert again.with_new([4, 3]).startswith(first)
+    assert len(again.with_new([4, 3])) == 3 * 8
+
+
+def test_the_ledger_is_stored_whole_with_its_dataset(nights: Nights) -> None:
+    nights.arrive("a.jsonl", range(20))
+    made = nights.prepare()
+    assert nights.store.alias("dataset", "quickstart", LEARNT) is None
+    manifest = nights.store.resolve(made.uri)
+    assert {LEDGER, MARKS, "arrivals/learnt-prompts.jsonl"} <= {entry.path for entry in manifest.files}
+    [file] = nights.ledger(made).files
+    assert (file.rows, file.fault, file.name) == (20, None, str(nights.folder / "a.jsonl"))

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
 _DATA = "data"
+ROTATION = "rotation.json"
+"""Of a dataset whose held-out problems rotate: where the last night's ended, and its dataset."""
+UNTIL = "evaluation_until"
+"""The figure of a dataset that says where its held-out problems ended, if they rotate."""
 REPORT, FACTS, REJECTED = "report.md", "report.json", "rejected.jsonl"
 MOST_SAID = 6
 """Findings of the linter that the log tells; the report tells all."""
@@ -103,7 +107,7 @@ def prepare_data(
     context = open_context()
     if is_dataset(reference):
         return stage_result("data", context.store.resolve(str(reference)), reused=True)
-    from rlhf_core.data.preparing import SOURCES, set_digests
+    from rlhf_core.data.preparing import set_digests
 
     before = made_before(context, "data")  # a run goes on with the data that it began with
     if before is not None:
@@ -121,14 +125,8 @@ def prepare_data(
         sets = intake.sets
     source = source_digest("data", "arrivals")
     sizes = sizes or as_they_are(config)
-    linted = set() if config.data.lint != LintConfig() else {"lint"}  # as it is, it changes no row
-    facts = {
-        "data": config.data.model_dump(mode="json", exclude={*SOURCES, "splits", *linted}),
-        "sizes": sizes.decide_splits(),
-        "limits": _limits(config),
-        "timeout_s": config.ppo.reward.timeout_s,
-        "template": template.digest(),
-    }
+    rotation = _rotation(context, config) if {"ppo", "evaluation"} <= set(reads) else None
+    facts = _facts(config, sizes, template, rotation)
     inputs = [f"{role} {digest}" for role, digest in set_digests(sets).items()]
     inputs += intake.inputs if intake is not None else []
 
@@ -137,13 +135,14 @@ def prepare_data(
 
     def make() -> StageResult:
         started = time.perf_counter()
-        made = _made(context, config, sizes, sets, template, reads=reads, intake=intake)
+        after = rotation and rotation[0]
+        made = _made(context, config, sizes, sets, template, reads=reads, intake=intake, after=after)
         # this run's splits may have taken rows from others: a run that reads those needs a dataset of its own
         own = key() if made.for_all else key(reads=reads)
 
         def store() -> StageResult:
             seconds = time.perf_counter() - started
-            return _store(context, config, made, intake, key=own, source=source, seconds=seconds)
+            return _store(context, config, made, intake, rotation, key=own, source=source, seconds=seconds)
 
         return reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=own, make=store)
 
@@ -161,11 +160,45 @@ def prepare_data(
     return found
 
 
+def _facts(
+    config: PipelineConfig, sizes: Sizes, template: PromptTemplate, rotation: tuple[str, str] | None
+) -> dict[str, Any]:
+    """Return what of a run decides its dataset, beside the rows of its sets and its seed."""
+    from rlhf_core.data.preparing import SOURCES
+
+    linted = set() if config.data.lint != LintConfig() else {"lint"}  # as it is, it changes no row
+    facts = {
+        "data": config.data.model_dump(mode="json", exclude={*SOURCES, "splits", *linted}),
+        "sizes": sizes.decide_splits(),
+        "limits": _limits(config),
+        "timeout_s": config.ppo.reward.timeout_s,
+        "template": template.digest(),
+    }
+    return facts if rotation is None else facts | {"rotation": rotation}
+
+
 def _less_what_arrives(config: PipelineConfig) -> PipelineConfig:
     """Return the configuration with no set but that for evaluation, which does not grow."""
     from rlhf_core.data.preparing import ROLES
 
     return config.model_copy(update={"data": config.data.model_copy(update=dict.fromkeys(ROLES, ()))})
+
+
+def _rotation(context: Context, config: PipelineConfig) -> tuple[str, str] | None:
+    """Return where the last night's held-out problems ended, and which dataset holds them; None if they stay the same.
+
+    The dataset is part of what names tonight's: when all have been used, the same problems come again, but not the same
+    night.
+    """
+    if not config.data.rotate_evaluation:
+        return None
+
+    def find() -> tuple[str, str]:
+        nights = [each for each in context.store.list("dataset", config.name) if UNTIL in each.metrics]
+        return (str(nights[-1].metrics[UNTIL]), nights[-1].uri) if nights else ("", "")
+
+    found: tuple[str, str] = settled_once(context, "held-out problems after", tuple[str, str], find)
+    return found
 
 
 def settled(
@@ -391,6 +424,7 @@ def _made(
     *,
     reads: tuple[str, ...],
     intake: Intake | None,
+    after: str | None,
 ) -> Prepared:
     from rlhf_core.data.preparing import TokenMeter, prepare, refuse_unfit
 
@@ -399,7 +433,7 @@ def _made(
     if intake is not None:  # one row that is too long must not stop this night and all that follow
         config = config.model_copy(update={"data": config.data.model_copy(update={"too_long": "drop"})})
         last = intake.tonight.last
-    made = prepare(config, sets, meter=meter, allowed_modules=modules, sizes=sizes, reads=reads, last=last)
+    made = prepare(config, sets, meter=meter, allowed_modules=modules, sizes=sizes, reads=reads, last=last, after=after)
     if intake is not None:
         refuse_together(made.faults, TooFewRowsError)
     refuse_unfit(made.splits, made.pairs, config, meter, reads=reads, besides=made.faults)
@@ -411,6 +445,7 @@ def _store(
     config: PipelineConfig,
     made: Prepared,
     intake: Intake | None,
+    rotation: tuple[str, str] | None,
     *,
     key: str,
     source: str,
@@ -418,6 +453,12 @@ def _store(
 ) -> StageResult:
     metrics, files = _figures(made), _files(made)
     say("data", _line(made))
+    if rotation is not None:
+        metrics[UNTIL] = str(made.until)
+        # or the store would take tonight for an earlier night with the same problems
+        files[ROTATION] = json.dumps(dict(zip(("after", "since"), rotation, strict=True))).encode()
+        if made.heldout < 2 * metrics["problems_evaluation"]:
+            say("data", _small_pool(made))
     for each in made.report.sets:
         if each.not_shown:
             say("data", f"left out of the messages of {each.role}: {', '.join(map(str, each.not_shown))}")
@@ -453,6 +494,14 @@ def _files(made: Prepared) -> dict[str, Path | bytes]:
     files[FACTS] = json.dumps(made.report.as_dict(), indent=1, ensure_ascii=False).encode("utf-8", "surrogatepass")
     files[REPORT] = report_to_markdown(made.report).encode("utf-8", "replace")
     return files
+
+
+def _small_pool(made: Prepared) -> str:
+    return (
+        f"the held-out pool has {counted(made.heldout, 'problem')}, and a night asks "
+        f"{len(made.splits['evaluation'])} of them: some come again the next night; give more data, raise "
+        "data.heldout_fraction, or lower data.splits.evaluation"
+    )
 
 
 def _figures(made: Prepared) -> dict[str, Any]:

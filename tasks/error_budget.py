@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from infra.errors import StoreError
 from rlhf_core.config import GateConfig, PipelineConfig
-from rlhf_core.gating import Comparison, fewest_problems, levels, smallest_gain
+from rlhf_core.gating import Comparison, fewest_problems, level_of_each, levels, smallest_gain
 from rlhf_core.gating.power import CHANCE, DIFFERING, problems_needed
 from tasks.context import Context, open_context
 from tasks.progress import say
@@ -87,19 +87,22 @@ def tell_power(config: PipelineConfig, dataset: StageResult) -> None:
     problems, gate = int(dataset.metrics.get("problems_evaluation", 0)), config.gate
     if gate.min_gain != 0 or problems == 0:
         return
-    level = next_level(open_context(), config.name, gate)
     nights = gate.challenger_nights if config.data.rotate_evaluation else 1
+    level = level_of_each(next_level(open_context(), config.name, gate), nights)
+    differing = 1.0 if config.evaluation.judge == "reward_model" else DIFFERING  # no two scores are quite the same
     if level > 0:
-        say("gate", power_sentence(problems, level, nights=nights))
+        say("gate", power_sentence(problems, level, nights=nights, differing=differing))
 
 
-def power_sentence(problems: int, level: float, *, nights: int) -> str:
+def power_sentence(problems: int, level: float, *, nights: int, differing: float = DIFFERING) -> str:
     """Return which gain a night's problems show, or that they show none.
 
     Args:
         problems: held out, at least 1.
         level: of the night's test, in (0, 1).
         nights: that a promising candidate may have.
+        differing: share of problems on which two policies differ; of these, a gain is the share of better ones less
+            that of worse ones.
     """
     needed = fewest_problems(level)
     if problems < needed:
@@ -108,11 +111,11 @@ def power_sentence(problems: int, level: float, *, nights: int) -> str:
         if nights * problems >= needed:
             return f"{less}only a challenger can pass, with the problems of several nights"
         return f"{less}it can promote nothing. Raise data.splits.evaluation, or lower gate.nights_a_year"
-    gain = smallest_gain(problems, level)
-    shown = f"no gain below {DIFFERING:g}" if gain is None else f"a gain of {gain:.2f} or more"
-    half = 0.08 if gain is None or gain > 0.08 else gain / 2  # noqa: PLR2004 - what a good night brings
+    gain = smallest_gain(problems, level, differing)
+    shown = f"no gain below {differing:g}" if gain is None else f"a gain of {gain:.2f} or more"
+    smaller = 0.08 if gain is None or gain > 0.08 else gain / 2  # noqa: PLR2004 - what a good night brings
     return (
         f"{problems} held-out problems show {shown} with {CHANCE:.0%} probability, where the policies differ on "
-        f"{DIFFERING:.0%} of them (p of {level:.2g} is needed); +{half:.2f} needs {problems_needed(half, level):,}"
-        + (f", of one night or of up to {nights}" if nights > 1 else "")
+        f"{differing:.0%} of them (p of {level:.2g} is needed); +{smaller:.2f} needs "
+        f"{problems_needed(smaller, level, differing):,}" + (f", of up to {nights} nights" if nights > 1 else "")
     )

@@ -11,7 +11,7 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.escaping import SHOWN_LENGTH, one_line
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
-from rlhf_core.gating import Contender, Verdict, judge, tally
+from rlhf_core.gating import Contender, Verdict, judge, level_of_each, tally
 from rlhf_core.gating.conditions import Condition, broken_in_words
 from tasks.challenger import CHALLENGER, incumbent_of, open_challenge, record_challenge
 from tasks.conditions import conditions_of
@@ -66,19 +66,22 @@ def _decide(context: Context, config: PipelineConfig, evaluations: dict[str, Sta
             promote=False, reason=refusal, policy=policy, incumbent=opponent, champion=champion,
             difference=0.0, low=0.0, high=0.0,
         )  # fmt: skip
+    nights = config.gate.challenger_nights if config.data.rotate_evaluation else 1
+    level = level_of_each(spend(context, policy, config.gate), nights)
     holds = conditions_of(config, evaluations, incumbent, candidate)
-    tonight = _Case.of(context, config, [_night(candidate, incumbent)], _policy(candidate), holds)
+    tonight = _Case.of(context, config, [_night(candidate, incumbent)], _policy(candidate), level, holds)
     waiting = _waiting(context, config, evaluations, incumbent)
-    level = spend(context, policy, config.gate)
-    verdict = judge(tonight.contender, waiting and waiting.contender, level=level, min_gain=config.gate.min_gain)
+    # of scores, the wins are by more than the least gain already
+    min_gain = 0.0 if _by_score(candidate) else config.gate.min_gain
+    verdict = judge(tonight.contender, waiting and waiting.contender, min_gain=min_gain)
     cases = {"candidate": tonight} if waiting is None else {"candidate": tonight, CHALLENGER: waiting}
     p = {"candidate": verdict.candidate_p, CHALLENGER: verdict.challenger_p}
     first = verdict.promoted or "candidate"
     shown = cases[first]
-    told = f"{shown.policy.uri} against {opponent} ({role}): {shown.told(p[first], verdict.level)}"
+    told = f"{shown.policy.uri} against {opponent} ({role}): {shown.told(p[first])}"
     for name, other in cases.items():
         if name != first:
-            told += f"; the {name} {other.policy.uri}: {other.told(p[name], verdict.level)}"
+            told += f"; the {name} {other.policy.uri}: {other.told(p[name])}"
     challenge = _challenge(verdict, tonight, waiting, against=_policy(incumbent).digest)
     return Decision(
         promote=verdict.promoted is not None,
@@ -92,7 +95,7 @@ def _decide(context: Context, config: PipelineConfig, evaluations: dict[str, Sta
         wins=shown.contender.found.wins,
         losses=shown.contender.found.losses,
         p_value=p[first],
-        level=verdict.level,
+        level=shown.contender.level,
         nights=len(shown.nights),
         challenge=challenge,
         conditions=shown.conditions,
@@ -158,6 +161,7 @@ class _Case(NamedTuple):
         config: PipelineConfig,
         nights: list[Night],
         policy: Parent,
+        level: float,
         conditions: tuple[Condition, ...],
     ) -> _Case:
         """Return the case of a policy over several nights' problems, each once, if it was judged for both.
@@ -186,20 +190,27 @@ class _Case(NamedTuple):
         by_score = _by_score(_stored(context, nights[-1].policy))
         found = tally(before, after, config.gate.min_gain if by_score else 0.0)
         interval = _interval(before, after)
-        more = (config.gate.challenger_nights - len(nights)) * new if config.data.rotate_evaluation else 0
         is_better = not by_score or interval.estimate > config.gate.min_gain
-        contender = Contender(found, max(0, more), is_better and not broken_in_words(conditions))
+        contender = Contender.after(
+            found,
+            level=level,
+            nights=len(nights),
+            new=new if config.data.rotate_evaluation else 0,
+            most_nights=config.gate.challenger_nights,
+            is_better=is_better and not broken_in_words(conditions),
+        )
         unit = "standard deviations of the reward model's score" if by_score else "right"
         return cls(policy, tuple(nights), contender, interval, unit, conditions)
 
-    def told(self, p: float | None, level: float) -> str:
+    def told(self, p: float | None) -> str:
         """Return its figures in words."""
         found, gain = self.contender.found, self.interval
         nights = f" in {len(self.nights)} nights" if len(self.nights) > 1 else ""
+        needed = self.contender.level
         broken = broken_in_words(self.conditions)
         return (
             f"{gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] {self.unit}, {found.wins} better and "
-            f"{found.losses} worse of {counted(found.problems, 'problem')}{nights}, p = {p:.2g} ({level:.2g} needed)"
+            f"{found.losses} worse of {counted(found.problems, 'problem')}{nights}, p = {p:.2g} ({needed:.2g} needed)"
             + (f"; what else is asked does not hold: {broken}" if broken else "")
         )
 
@@ -221,7 +232,7 @@ def _waiting(
             say("gate", f"{found.policy.uri} challenges no longer: another judge scored its answers then")
             return None
         holds = conditions_of(config, evaluations, incumbent, asked)
-        return _Case.of(context, config, [*found.nights, _night(asked, incumbent)], found.policy, holds)
+        return _Case.of(context, config, [*found.nights, _night(asked, incumbent)], found.policy, found.level, holds)
     except ReferenceNotFoundError as error:
         say("gate", f"{found.policy.uri} challenges no longer, as an evaluation of it is gone: {error}")
         return None
@@ -233,7 +244,8 @@ def _challenge(verdict: Verdict, tonight: _Case, waiting: _Case | None, *, again
     case = waits or waiting
     if case is None:
         return None
-    return Challenge(policy=case.policy, against=against, nights=case.nights, is_open=waits is not None)
+    level = case.contender.level
+    return Challenge(policy=case.policy, against=against, nights=case.nights, level=level, is_open=waits is not None)
 
 
 def _outcome(config: PipelineConfig, verdict: Verdict, challenge: Challenge | None) -> str:

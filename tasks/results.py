@@ -114,6 +114,8 @@ class Challenge(Plain):
     against: str
     """Digest of the incumbent; with another one the challenge has ended."""
     nights: tuple[Night, ...]
+    level: float
+    """Of each of its tests, from the night on which it came."""
     is_open: bool
     """False: it was promoted, or has ended."""
 

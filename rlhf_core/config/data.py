@@ -178,8 +178,8 @@ class DataConfig(Config):
     """Share of the prompts that are held out for evaluation, by the hash of each, and never learnt from, in whichever
     set they stand; no effect where `evaluation` is given. Raised later, it holds out what was learnt before."""
     rotate_evaluation: bool = False
-    """Each night is evaluated on the next `splits.evaluation` of the held-out problems, in an order of their hashes,
-    beginning anew after the last. Of a generated task, ten nights' problems are held out."""
+    """Each run that trains is evaluated on the next `splits.evaluation` of the held-out problems, in an order of their
+    hashes, beginning anew after the last. Of a generated task, ten nights' problems are held out."""
     splits: Annotated[SplitsConfig, BeforeValidator(lambda value: {} if value is None else value)] = SplitsConfig()
     """null drops what a preset says of them."""
 

@@ -36,7 +36,7 @@ class GateConfig(Config):
     """Probability, at most, that any promotion of a year is due to chance."""
     nights_a_year: Positive = 365
     """Comparisons that share it evenly; beyond them each has half of what the last 365 days have left."""
-    min_gain: float = Field(0.0, ge=-1, le=1)
+    min_gain: float = 0.0
     """The gain over the champion (or, without one, over what PPO started from) must be shown to exceed this: share of
     right answers. Where the reward model scores, in its standard deviations: on more problems than not, and on
     average."""

@@ -16,18 +16,34 @@ class Contender(NamedTuple):
 
     found: Tally
     """Over all problems that it and the champion were asked, each problem once."""
+    level: float
+    """That its test has to reach tonight."""
     more: int = 0
     """New problems that the nights to come may bring it."""
     is_better: bool = True
     """Whether its side conditions hold, and, where scores have a size, their mean gain is above the least gain. A
     contender that is not neither replaces the champion nor waits."""
 
+    @classmethod
+    def after(
+        cls, found: Tally, *, level: float, nights: int, new: int, most_nights: int, is_better: bool = True
+    ) -> Contender:
+        """Return a contender whose nights to come bring as many new problems as the last one.
+
+        Args:
+            found: over all its problems.
+            level: of each of its tests.
+            nights: whose problems these are.
+            new: those of the last night that it had not been asked before; 0 where every night has the same.
+            most_nights: that a contender may have.
+            is_better: see above.
+        """
+        return cls(found, level, max(0, most_nights - nights) * new, is_better)
+
 
 class Verdict(NamedTuple):
     """What the gate decides; p-values are of the null that the gain is at most the least gain."""
 
-    level: float
-    """That each test had to reach."""
     candidate_p: float
     challenger_p: float | None = None
     """None where no challenger waited."""
@@ -37,32 +53,39 @@ class Verdict(NamedTuple):
     """Who is the challenger from now on."""
 
 
-def judge(candidate: Contender, challenger: Contender | None, *, level: float, min_gain: float = 0.0) -> Verdict:
+def level_of_each(level: float, most_nights: int) -> float:
+    """Return the level of each test of a candidate, which may be tested on so many nights.
+
+    A candidate's tests share the level of the night on which it came, whether or not it is tested again: whoever waits
+    has been lucky so far, so what a test spends must not depend on it.
+    """
+    return level / most_nights
+
+
+def judge(candidate: Contender, challenger: Contender | None, *, min_gain: float = 0.0) -> Verdict:
     """Return who is promoted, and who waits for more problems.
 
-    Tests of one comparison share its level. Of two that pass, the one with the higher lower bound is promoted. A
+    Of two that pass, the one with the higher lower bound is promoted. A
     challenger goes on waiting while it may pass; else the candidate takes its place, if it may.
 
     Args:
         candidate: tonight's, over tonight's problems.
         challenger: of an earlier night, over the problems since then; None if none waits.
-        level: all that tonight's tests may spend.
         min_gain: that the true gain must exceed.
     """
     there = {"candidate": candidate} if challenger is None else {"challenger": challenger, "candidate": candidate}
-    share = level / len(there)
     p = {name: improvement_p(each.found, min_gain) for name, each in there.items()}
-    verdict = Verdict(share, p["candidate"], p.get("challenger"))
-    passed = [name for name, each in there.items() if p[name] <= share and each.is_better]
+    verdict = Verdict(p["candidate"], p.get("challenger"))
+    passed = [name for name, each in there.items() if p[name] <= each.level and each.level > 0 and each.is_better]
     if len(passed) > 1:
-        passed.sort(key=lambda name: -least_gain_shown(there[name].found, share))
+        passed.sort(key=lambda name: -least_gain_shown(there[name].found, there[name].level))
     if passed:
         return verdict._replace(promoted=passed[0])
-    waits = (name for name, each in there.items() if _may_pass(each, level / 2, min_gain))
+    waits = (name for name, each in there.items() if _may_pass(each, min_gain))
     return verdict._replace(waits=next(waits, None))
 
 
-def _may_pass(each: Contender, level: float, min_gain: float) -> bool:
-    if each.more == 0 or level == 0 or not each.is_better or each.found.gain <= min_gain:
+def _may_pass(each: Contender, min_gain: float) -> bool:
+    if each.more == 0 or each.level == 0 or not each.is_better or each.found.gain <= min_gain:
         return False
-    return chance_to_pass(each.found, level, each.more) >= PROMISING
+    return chance_to_pass(each.found, each.level, each.more) >= PROMISING

@@ -51,7 +51,8 @@ BODY = "stub.json"
 PROMPTS = "preferences.jsonl"
 """A dataset's body, under the name by which the product knows that pairs can be sampled."""
 SCORE = "score"
-PROBLEMS = 8
+PROBLEMS = 64
+"""All of them better is p = 2^-64: that passes however many nights of this year have spent of its error."""
 STEP_S = 0.1
 _FLOW: ContextVar[str] = ContextVar("flow", default="pipeline")
 """Which flow asks what its run began with: all of a night's are one flow run here."""

@@ -30,6 +30,8 @@ from rlhf_core.data.preparing.splits import (
     choose_pools,
     file_pool,
     in_hash_order,
+    next_window,
+    place_of,
     refuse_overlap,
     splits_from,
 )
@@ -54,6 +56,8 @@ ROLES: tuple[Role, ...] = ("problems", "prompts", "demonstrations", "preferences
 SOURCES = (*ROLES, "evaluation")
 """The keys of the configuration that name sets."""
 _OF_A_TASK = "reasoning_gym:"
+TASK_NIGHTS = 10
+"""So many nights' problems of a generated task are held out where they rotate."""
 MARGIN, MOST = 1.1, 8
 """So many times the problems that fill every split on average are drawn: at first, and at most (some do not fit)."""
 
@@ -131,6 +135,10 @@ class Prepared:
     """Sizes that the user set and that exclude each other; the splits are as the overrides in here make them."""
     for_all: bool
     """Whether every stage has something: flows that read other splits prepare the same."""
+    heldout: int
+    """How many problems the evaluation is drawn from."""
+    until: str | None
+    """Where the held-out problems of tonight end, if they rotate."""
     waiting: frozenset[str] = frozenset()
     """Keys of prompts that a split could have and has no place for."""
 
@@ -144,6 +152,7 @@ def prepare(
     sizes: Sizes | None = None,
     reads: Sequence[str] = SPLITS,
     last: Collection[str] = (),
+    after: str | None = None,
 ) -> Prepared:
     """Return every stage's rows.
 
@@ -158,6 +167,7 @@ def prepare(
         sizes: which sizes may follow the data; None keeps all as they are, and refuses too few rows at once.
         reads: splits that the run reads; the others may come to nothing where there is no room.
         last: keys of prompts that take only the places which all others leave.
+        after: where the last night's held-out problems ended; None: they do not rotate.
 
     Raises:
         TooFewRowsError: if there is too little.
@@ -193,6 +203,11 @@ def prepare(
     waiting = frozenset(
         row.key for split, name in pool_of.items() for row in parts[name][split][getattr(filled, split) :]
     )
+    heldout = parts[pool_of[EVALUATION]][EVALUATION]
+    until = after
+    if after is not None and filled.evaluation:
+        splits[EVALUATION] = next_window(heldout, filled.evaluation, after)
+        until = place_of(splits[EVALUATION][-1])
     faults = [Fault(each, settled.instead) for each in settled.complaints]
     if sizes is None:
         refuse_together(faults, TooFewRowsError)
@@ -211,7 +226,7 @@ def prepare(
     described, exceeding = _describe(config, splits, pairs, origins, meter)
     too_long = (*fitting.left_out, *exceeding)
     report = _report(config, sets, described, too_long, verifier_check, findings)
-    return Prepared(splits, pairs, report, filled, tuple(faults), settled.for_all, waiting)
+    return Prepared(splits, pairs, report, filled, tuple(faults), settled.for_all, len(heldout), until, waiting)
 
 
 def draw_task(
@@ -234,6 +249,8 @@ def draw_task(
     """
     data, splits = config.data, splits_from(TASK, pool_of)
     wanted = {split: getattr(data.splits, split) for split in splits if sides.part_of(TASK, split)}
+    if data.rotate_evaluation and EVALUATION in wanted:
+        wanted[EVALUATION] *= TASK_NIGHTS
     expected = max((size / sides.part_of(TASK, split) for split, size in wanted.items()), default=0)
     count, most = math.ceil(MARGIN * expected), MOST * expected
     while True:

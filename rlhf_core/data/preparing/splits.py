@@ -196,6 +196,27 @@ def in_hash_order(problems: Iterable[Problem], seed: int) -> list[Problem]:
     return sorted(problems, key=lambda problem: _hash("splits", str(seed), problem.key))
 
 
+def next_window(problems: Iterable[Problem], size: int, after: str) -> list[Problem]:
+    """Return the problems of tonight's evaluation: the next in an order of their hashes, beginning anew at its end.
+
+    The order is the same every night, whatever the seed and the other rows: nights use no problem twice before all have
+    been used, as long as the pool stays.
+
+    Args:
+        problems: all that are held out.
+        size: how many are wanted.
+        after: where the last night ended, as `place_of` tells; empty at the beginning.
+    """
+    ordered = sorted(problems, key=place_of)
+    later = [problem for problem in ordered if place_of(problem) > after]
+    return [*later, *ordered[: len(ordered) - len(later)]][:size]
+
+
+def place_of(problem: Problem) -> str:
+    """Return where a problem stands in the order of `next_window`."""
+    return _hash("rotation", problem.key).hex()
+
+
 def _hash(*words: str) -> bytes:
     # the first word makes an order or a side independent of others by the same key, such as the one that holds pairs
     # out from the reward model: rows that are late in this order must not be late in those, too

@@ -34,6 +34,13 @@ class AliasContract:
             store.set_alias(refs[2], "champion", why="better than 1", who="test", expected="policy/p@1")
         assert [move.uri for move in store.aliases("policy", "p")["champion"].history] == ["policy/p@1", "policy/p@2"]
 
+    def test_what_a_mover_has_to_know_later_stays_with_its_move(self, store: ArtifactStore) -> None:
+        refs = [store.commit("policy", "p", {"f": bytes([n])}) for n in range(2)]
+        store.set_alias(refs[0], "judged", why="", who="test", facts={"run": "one", "nights": [1, {"of": 2.5}]})
+        store.set_alias(refs[1], "judged", why="", who="test")
+        moves = store.aliases("policy", "p")["judged"].history
+        assert [move.facts for move in moves] == [{"run": "one", "nights": [1, {"of": 2.5}]}, None]
+
     def test_of_many_movers_who_expect_the_same_one_moves_the_alias(self, store: ArtifactStore) -> None:
         refs = [store.commit("policy", "p", {"f": bytes([n])}) for n in range(8)]
         results = at_once(lambda n: store.set_alias(refs[n], "champion", why="", who=f"{n}", expected=None), 8)

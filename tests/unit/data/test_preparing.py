@@ -289,3 +289,45 @@ def test_a_mixture_keeps_its_shares_in_every_split() -> None:
     for name in ("ppo", "evaluation"):
         share = sum(problem.answer is not None for problem in made.splits[name]) / 400
         assert abs(share - 0.5) < 0.1, "four standard deviations of a draw of 400"
+
+
+class TestRotation:
+    """Each night asks the next of the held-out problems, where they rotate."""
+
+    def night(self, after: str | None, count: int = 200, **data: object) -> Prepared:
+        given = {"problems": "p.jsonl", "heldout_fraction": 0.3, "splits": {**SIZES, "evaluation": 8}, **data}
+        sets = {} if "task" in data else {"problems": read(problems(count))}
+        return prepare(config(given, seed=0), sets, meter=None, after=after)
+
+    def test_no_problem_comes_again_before_all_have_been_asked(self) -> None:
+        after, asked = "", []
+        first = self.night("")
+        for _ in range(first.heldout // 8):
+            made = self.night(after)
+            asked += [problem.key for problem in made.splits["evaluation"]]
+            after = str(made.until)
+        assert len(set(asked)) == len(asked)
+        last = [problem.key for problem in self.night(after).splits["evaluation"]]
+        new = first.heldout % 8
+        assert set(asked).isdisjoint(last[:new])
+        assert last[new:] == asked[: 8 - new]  # from the beginning again
+        assert_apart(first)
+
+    def test_rows_that_come_move_no_other_in_the_order(self) -> None:
+        before = self.night("")
+        more = self.night("", count=210)
+        came = {problem.key for problem in problems(210)} - {problem.key for problem in problems(200)}
+        kept = [problem.key for problem in more.splits["evaluation"] if problem.key not in came]
+        assert kept == [problem.key for problem in before.splits["evaluation"]][: len(kept)]
+
+    def test_without_rotation_nothing_changes(self) -> None:
+        same = self.night(None)
+        assert same.until is None
+        assert same.splits == self.night(None).splits
+        assert same.splits["evaluation"] != self.night("").splits["evaluation"]
+
+    def test_a_task_holds_out_the_problems_of_ten_nights(self) -> None:
+        task = {"problems": [], "task": "number_sorting", "task_parameters": SORTING}
+        rotating = self.night("", **task, rotate_evaluation=True)
+        assert rotating.heldout >= 80
+        assert rotating.splits["ppo"] == self.night(None, **task).splits["ppo"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -429,3 +430,30 @@ def test_a_stage_alone_takes_every_row_and_minds_no_key_of_ppo(model: Path, tmp_
     assert begun("quickstart", model, path, ("sft",), **asked, **bare).data == alone.data
     with pytest.raises(DataError, match=r"evaluation may have 0 \(needs 2\).*raise data\.heldout_fraction \(0\)"):
         begun("quickstart", model, path, **asked, **bare)
+
+
+def test_each_run_asks_the_next_held_out_problems_and_one_that_is_started_again_its_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(60)])
+    splits = {"data.splits.evaluation": 4, "data.rotate_evaluation": True, "data.heldout_fraction": 0.2}
+    config = with_data(preset(model, **splits), path)
+    store = open_default_store()
+
+    def night(run: str, reads: tuple[str, ...] = SPLITS) -> tuple[str, ...]:
+        monkeypatch.setattr("tasks.context.root_flow_run", lambda: run)
+        made = prepare_data.fn(config, None, reads=reads)
+        rows = problems_from_jsonl(store.read_bytes(store.resolve(made.uri), "evaluation.jsonl"))
+        return tuple(row.key for row in rows)
+
+    nights = [night(f"run-{number}") for number in range(12)]
+    pool = {key for asked in nights for key in asked}
+    whole = len(pool) // 4
+    assert len({key for asked in nights[:whole] for key in asked}) == 4 * whole  # none twice before all were asked
+    assert all(set(one).isdisjoint(other) for one, other in itertools.pairwise(nights))
+    assert night("run-3") == nights[3]
+    assert not [message for message in caplog.messages if "held-out pool has" in message]
+    night("alone", reads=("sft",))  # a stage alone moves nothing
+    order = list(dict.fromkeys(key for asked in nights for key in asked))
+    begins = 12 * 4 % len(order)
+    assert list(night("run-12")) == (order + order)[begins : begins + 4]

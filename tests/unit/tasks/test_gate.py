@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,10 +14,11 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import Outcome, outcomes_to_jsonl
 from tasks import context as contexts
 from tasks.challenger import open_challenge
-from tasks.error_budget import next_level, power_sentence
+from tasks.error_budget import next_level, power_sentence, spend
 from tasks.promote import gate, promote
 from tasks.results import Decision, Parent, StageResult
 from tasks.stages import stage_result
+from tests.unit.artifacts.store_contract import at_once
 
 Evaluation = Callable[..., StageResult]
 
@@ -60,8 +62,14 @@ def evaluation() -> Evaluation:
 
 
 def config(min_gain: float = 0.0, **gate: Any) -> PipelineConfig:
-    """A gate that few problems pass: of one night a year, whose tests have half of 0.05 (the other half is kept)."""
+    """A gate that few problems pass: of one night a year, whose test has half of 0.05 (the other half is kept)."""
     rules = GateConfig.model_validate({"min_gain": min_gain, "nights_a_year": 1, **gate})
+    return PipelineConfig(name="test", data=DataConfig(task="gcd"), gate=rules)
+
+
+def rotating() -> PipelineConfig:
+    """A gate with a challenger: a night has 0.0075, each of a candidate's three tests 0.0025."""
+    rules = GateConfig(year_error=0.3, nights_a_year=40)
     return PipelineConfig(name="test", data=DataConfig(task="gcd", rotate_evaluation=True), gate=rules)
 
 
@@ -106,6 +114,14 @@ def test_scores_count_where_a_reward_model_judged_and_only_right_answers_where_a
     assert by_verifier.difference == pytest.approx(1 / 3)
     assert (by_verifier.wins, by_verifier.losses, by_verifier.p_value) == (1, 0, 0.5)
     assert "+0.333 [-0.320, +0.987] right, 1 better and 0 worse of 3 problems" in by_verifier.reason
+
+
+def test_a_least_gain_in_scores_is_won_by_more_than_it_on_most_problems(evaluation: Evaluation) -> None:
+    sft = evaluation("sft/test@1", "W" * 10, [0.0] * 10, "reward_model")
+    ppo = evaluation("policy/test@1", "W" * 10, [0.4] * 9 + [0.2], "reward_model")
+    # nine by more than 0.3, one by less: p = 11 / 1024; the mean is 0.38
+    assert gate.fn(config(min_gain=0.3), {"sft": sft, "ppo": ppo}).promote
+    assert not gate.fn(config(min_gain=0.39), {"sft": sft, "ppo": ppo}).promote
 
 
 def test_many_small_wins_do_not_make_up_for_heavy_losses(evaluation: Evaluation) -> None:
@@ -245,6 +261,12 @@ class TestBudget:
         as_run("one")
         assert gate.fn(config(), evaluations).level == 0.025
 
+    def test_of_many_that_are_judged_at_once_each_has_a_level_of_its_own(self, evaluation: Evaluation) -> None:
+        evaluation("policy/test@1", "RR")
+        here, rules = contexts.open_context(), config().gate
+        at_once_found = at_once(lambda n: spend(replace(here, flow_run=f"run-{n}"), "policy/test@1", rules), 4)
+        assert sorted(at_once_found, reverse=True) == pytest.approx([0.025, 0.0125, 0.00625, 0.003125])
+
     def test_what_was_never_compared_costs_nothing(self, evaluation: Evaluation) -> None:
         same = evaluation("policy/test@1", "RR")
         gate.fn(config(), {"champion": same, "ppo": same})
@@ -259,8 +281,7 @@ class TestChallenger:
         champion = evaluation("policy/test@1", "W" * len(marks), first=first)
         beside = {role: evaluation(*given.split(), first=first) for role, given in roles.items()}
         ppo = evaluation(new, marks, first=first)
-        # a level of 0.005
-        decision = gate.fn(config(nights_a_year=10), {"champion": champion, **beside, "ppo": ppo})
+        decision = gate.fn(rotating(), {"champion": champion, **beside, "ppo": ppo})
         promote.fn(decision)
         return decision
 
@@ -271,12 +292,12 @@ class TestChallenger:
 
     def test_it_is_promoted_by_the_problems_of_two_nights(self, evaluation: Evaluation) -> None:
         first = self.night(evaluation, "policy/test@2", "R" * 6 + "W" * 4, 0)
-        assert (first.promote, first.p_value) == (False, 1 / 64)  # 0.016, above 0.005
-        assert first.reason.endswith("(0.005 needed); policy/test@2 is the challenger (night 1 of 3)")
+        assert (first.promote, first.p_value) == (False, 1 / 64)  # 0.016, above 0.0025
+        assert first.reason.endswith("(0.0025 needed); policy/test@2 is the challenger (night 1 of 3)")
         store = open_default_store()
         assert store.alias("policy", "test", "challenger") == "policy/test@2"
         second = self.night(evaluation, "policy/test@3", "W" * 10, 10, challenger="policy/test@2 RRRRRWWWWW")
-        # eleven wins of twenty problems: 1 / 2^11 = 0.0005; two tests share 0.005
+        # eleven wins of twenty problems: 1 / 2^11 = 0.0005
         assert (second.promote, second.policy, second.p_value, second.level) == (True, "policy/test@2", 2**-11, 0.0025)
         assert second.reason == (
             "policy/test@2 against policy/test@1 (champion): +0.550 [+0.326, +0.774] right, 11 better and 0 worse of "
@@ -342,7 +363,6 @@ class TestChallenger:
 
     def test_without_new_problems_to_come_nobody_waits(self, evaluation: Evaluation) -> None:
         unmoved = config(nights_a_year=10)
-        unmoved = unmoved.model_copy(update={"data": DataConfig(task="gcd")})
         roles = {
             "champion": evaluation("policy/test@1", "W" * 10),
             "ppo": evaluation("policy/test@2", "R" * 6 + "WWWW"),

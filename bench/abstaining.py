@@ -1,113 +1,123 @@
-"""Does PPO learn as well where its verifier fails? One JSON line a run, then one line a way to fail.
+"""Does PPO learn as well where its judge fails? One JSON line for each way to fail; a minute.
 
-    python bench/abstaining.py [UPDATES [PROCESSES]]
+    python bench/abstaining.py
 
-The problem of bench/learning_curve.py. Three seeds each: undisturbed; 30 % of all calls fail; 30 % of those for right
-answers alone; these again counted as wrong, as release 0.3 did. Peer: the undisturbed runs. Limit: the mean level of
-the last sixth of the updates lies in the 95 % interval (Student's) of theirs.
+Policy and critic are tables: one of eight answers to each of sixteen prompts, of which one is right. Advantages,
+whitening, denominators and losses are those of PPO. Three seeds each: undisturbed; 30 % of all calls fail; 30 % of
+those for right answers alone; these again counted as wrong, as release 0.3 did. Peer: the undisturbed runs. Limit: the
+mean level of the last updates lies in the 95 % interval (Student's) of theirs.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import sys
-import tempfile
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from math import isnan, nan
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rlhf_core.rewards.abstaining import RAISED, failure
-from rlhf_core.rewards.scoring import VERIFIER, ScoringBatch, Weighted, WeightedScorer
-from rlhf_core.rewards.sources import Judged
+from rlhf_core.config import PPOConfig
+from rlhf_core.functional.losses import policy_loss, value_loss
+from rlhf_core.ppo.minibatch import prepare
+from rlhf_core.rollout.advantages import Forwards, estimate
+from rlhf_core.strategy.ranks import ALONE
+from rlhf_core.types import EpisodeControls, Experience
 
-HERE = Path(__file__).resolve().parent / "reversal"
-sys.path.insert(0, str(HERE))
-import our_side  # noqa: E402
-import problem  # noqa: E402
-import settings  # noqa: E402
-
-SHARE, LAST, UNDISTURBED, BEGIN = 0.3, 6, "undisturbed", problem.DIGITS + 1
-SEEDS = range(3)
-STUDENT = 4.303  # the 97.5 % point with two degrees of freedom: of three undisturbed runs
-
-
-class Failing:
-    """The verifier, in this process, which fails at some answers: by their tokens, so at the same ones in every run.
-
-    Args:
-        at: whether it fails at a right answer, and at a wrong one.
-        says: what it says then; None for nothing.
-    """
-
-    def __init__(self, at: tuple[bool, bool], says: float | None) -> None:
-        self._at_right, self._at_wrong, self._says = *at, says
-
-    def __call__(self, batch: ScoringBatch) -> Judged:
-        """Return 1 for the digits backwards, else 0; NaN where it fails."""
-        found, failures = [], []
-        for row, length in zip(batch.sequences.tolist(), batch.action_mask.sum(1).tolist(), strict=True):
-            score = problem.score(row[:BEGIN], row[BEGIN : BEGIN + length])
-            fails = (self._at_right if score else self._at_wrong) and random.Random(str(row)).random() < SHARE
-            said = score if not fails else nan if self._says is None else self._says
-            found.append(said)
-            failures.append({VERIFIER: failure(RAISED, "it does not answer")} if isnan(said) else {})
-        said_all = torch.tensor(found)
-        return Judged(said_all, {VERIFIER: said_all}, failures=failures)
-
-
+PROMPTS, ANSWERS, SHARE = 16, 8, 0.3
+SEEDS, UPDATES, LAST = range(3), 60, 10
+STUDENT = 4.303  # the 97.5 % point with two degrees of freedom
+CONFIG = PPOConfig(
+    prompts_per_episode=128, chunk_size=128, train_batch_size=32, micro_batch_size=32, max_epochs=2, kl_coef=0.02,
+    max_new_tokens=1,
+)  # fmt: skip
+LR = 0.02
+UNDISTURBED = "undisturbed"
 WAYS = {
-    UNDISTURBED: Failing((False, False), None),
-    "at random": Failing((True, True), None),
-    "right answers": Failing((True, False), None),
-    "right answers count as wrong": Failing((True, False), 0.0),
+    UNDISTURBED: (0.0, 0.0, True),
+    "at random": (SHARE, SHARE, True),
+    "right answers": (SHARE, 0.0, True),
+    "right answers count as wrong": (SHARE, 0.0, False),
 }
+"""Share of calls that fail for right answers, and for wrong ones; whether such a sample abstains or gets 0."""
 
 
-def summary(way: str, levels: dict[str, dict[int, float]]) -> dict[str, Any]:
-    """Return a way's levels beside the undisturbed ones: their interval, and the gain by seed, from equal starts."""
-    own, peers = ([levels[each][seed] for seed in SEEDS] for each in (way, UNDISTURBED))
+def collect(policy: Tensor, start: Tensor, values: Tensor, way: str, draw: torch.Generator) -> tuple[Experience, float]:
+    """Return an update's experience and the share of right answers in it."""
+    at_right, at_wrong, abstain = WAYS[way]
+    prompts = torch.randint(PROMPTS, (CONFIG.prompts_per_episode,), generator=draw)
+    answers = torch.multinomial(policy.softmax(1)[prompts], 1, generator=draw).squeeze(1)
+    right = answers == prompts % ANSWERS
+    fails = torch.rand(len(prompts), generator=draw) < torch.where(right, at_right, at_wrong)
+    mask, abstains = torch.ones(len(prompts), 1, dtype=torch.bool), fails & abstain
+    logprobs, ref = (table.log_softmax(1)[prompts, answers].unsqueeze(1) for table in (policy, start))
+    forwards = Forwards(logprobs, ref, values[prompts].unsqueeze(1), mask)
+    found = estimate(
+        scores=(right & ~fails).float(), abstains=abstains, forwards=forwards, config=CONFIG,
+        controls=EpisodeControls(CONFIG.kl_coef), legacy_form="trainer",
+    )  # fmt: skip
+    experience = Experience(
+        sequences=torch.stack([prompts, answers], 1), action_log_probs=logprobs, values=forwards.values,
+        reward=found.rewards, kl=found.kl, advantages=found.advantages, attention_mask=mask.expand(-1, 2),
+        action_mask=mask & ~abstains.unsqueeze(1), policy_version=torch.zeros(len(prompts), dtype=torch.long),
+        rollout_log_probs=logprobs, returns=found.returns,
+    )  # fmt: skip
+    return experience, right.float().mean().item()
+
+
+def train(seed: int, way: str) -> list[float]:
+    """Return the share of right answers of every update."""
+    draw = torch.Generator().manual_seed(seed)
+    start = 0.5 * torch.randn(PROMPTS, ANSWERS, generator=draw)
+    policy, values = start.clone().requires_grad_(), torch.zeros(PROMPTS, requires_grad=True)
+    optimizer = torch.optim.Adam([policy, values], lr=LR)
+    curve = []
+    for _ in range(UPDATES):
+        experience, right = collect(policy.detach(), start, values.detach(), way, draw)
+        curve.append(right)
+        for rows in experience.split(CONFIG.train_batch_size) * CONFIG.max_epochs:
+            batch = prepare(rows, CONFIG, ranks=ALONE, longest=1, cost=None, with_critic=True)
+            for micro in batch.micros:
+                learn(policy, values, micro.experience, batch.denominator)
+            optimizer.step()
+            optimizer.zero_grad()
+    return curve
+
+
+def learn(policy: Tensor, values: Tensor, rows: Experience, denominator: Tensor) -> None:
+    """Add the gradients of the policy's and the critic's loss."""
+    prompts, answers = rows.sequences.unbind(1)
+    assert rows.returns is not None
+    actor = policy_loss(
+        logprobs=policy.log_softmax(1)[prompts, answers].unsqueeze(1), old_logprobs=rows.action_log_probs,
+        advantages=rows.advantages, mask=rows.action_mask, denominator=denominator, clip_eps=CONFIG.eps_clip,
+    )  # fmt: skip
+    critic = value_loss(
+        values=values[prompts].unsqueeze(1), old_values=rows.values, returns=rows.returns, mask=rows.action_mask,
+        denominator=denominator, clip_eps=CONFIG.value_clip,
+    )  # fmt: skip
+    (actor.loss + critic.loss).backward()
+
+
+def main() -> int:
+    """Run all, and print a line for each way."""
+    torch.set_num_threads(1)
+    curves = {way: [train(seed, way) for seed in SEEDS] for way in WAYS}
+    levels = {way: [fmean(curve[-LAST:]) for curve in each] for way, each in curves.items()}
+    peers = levels[UNDISTURBED]
     half = STUDENT * stdev(peers) / len(peers) ** 0.5
     low, high = fmean(peers) - half, fmean(peers) + half
-    return {
-        "bench": "abstaining", "calls_fail": way, "level": round(fmean(own), 3), "by_seed": [round(x, 3) for x in own],
-        "peer": round(fmean(peers), 3), "limit": [round(low, 3), round(high, 3)], "within": low <= fmean(own) <= high,
-        "gain_by_seed": [round(mine - peer, 3) for mine, peer in zip(own, peers, strict=True)],
-    }  # fmt: skip
-
-
-def run(job: tuple[int, str, int, str]) -> dict[str, Any]:
-    """Train once from a stored start; return the line."""
-    seed, way, settings.UPDATES, start = job
-    found = our_side.train(start, seed, WeightedScorer([Weighted(VERIFIER, 1.0, WAYS[way])]))
-    curve, part = found["curve"], max(1, settings.UPDATES // 12)
-    return {
-        "calls_fail": way, "seed": seed, "level": fmean(curve[-max(1, len(curve) // LAST) :]),
-        "held_out": round(found["held_out"], 3), "seconds": found["seconds"],
-        "curve": [round(fmean(curve[at : at + part]), 3) for at in range(0, len(curve), part)],
-    }  # fmt: skip
-
-
-def main(updates: int = settings.UPDATES, processes: int = 1) -> int:
-    """Run all, and print the lines."""
-    levels: dict[str, dict[int, float]] = {way: {} for way in WAYS}
-    with tempfile.TemporaryDirectory() as directory, ProcessPoolExecutor(processes) as pool:
-        starts = [str(Path(directory) / str(seed)) for seed in SEEDS]
-        list(pool.map(problem.start, SEEDS, map(Path, starts)))
-        jobs = [pool.submit(run, (seed, way, updates, starts[seed])) for way in WAYS for seed in SEEDS]
-        for job in as_completed(jobs):
-            line = job.result()
-            levels[line["calls_fail"]][line["seed"]] = line["level"]
-            sys.stdout.write(json.dumps(line) + "\n")
-            sys.stdout.flush()
-    for way in WAYS:
-        sys.stdout.write(json.dumps(summary(way, levels)) + "\n")
+    for way, own in levels.items():
+        line: dict[str, Any] = {"bench": "abstaining", "calls_fail": way, "level": round(fmean(own), 3)}
+        line |= {"by_seed": [round(level, 3) for level in own], "within": low <= fmean(own) <= high}
+        line |= {"peer": round(fmean(peers), 3), "limit": [round(low, 3), round(high, 3)]}
+        tens = range(0, UPDATES, 10)
+        line["curve"] = [round(fmean(fmean(curve[at : at + 10]) for curve in curves[way]), 3) for at in tens]
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main())

@@ -92,6 +92,9 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
     facts["verifier"] = judge_facts(config) if asks_for_answers(config.data) else None
     facts["functions"] = {name: code_digest(name) for name in config.ppo.reward.functions}
     # The makers, where they run and how long is waited change no number; the number of threads does.
+    del facts["ppo"][
+        "max_abstained"
+    ]  # nor does when a run gives up: with another limit it goes on from its last commit
     facts["ppo"]["cluster"] = {name: facts["ppo"]["cluster"][name] for name in ("trainer_threads", "maker_threads")}
     base = base_of(context, config, policy)
     inputs = [policy.digest, scorer.digest if scorer else "", dataset.digest]

@@ -80,11 +80,10 @@ def sampled_score(model: nn.Module, seed: int, count: int = 512) -> float:
         probabilities = model(ids).logits[:, -1].softmax(-1)
         ids = torch.cat([ids, torch.multinomial(probabilities, 1, generator=draw)], 1)
     rows = ids.tolist()
-    return sum(score(row[: DIGITS + 1], until_eos(row[DIGITS + 1 :])) for row in rows) / count
+    return sum(score(row[: DIGITS + 1], _until_eos(row[DIGITS + 1 :])) for row in rows) / count
 
 
-def until_eos(response: list[int]) -> list[int]:
-    """Return a response up to its stop token."""
+def _until_eos(response: list[int]) -> list[int]:
     return response[: response.index(EOS) + 1] if EOS in response else response
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.state import RolloutState
 from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.types import EpisodeControls
+from rlhf_core.types import EpisodeControls, Sample
 
 PROBLEMS = [Problem(f"{number} plus 1") for number in range(8)]
 CONFIG = PPOConfig(
@@ -31,11 +32,11 @@ def rollouts(
     )  # fmt: skip
 
 
-def make(ours: Rollouts, version: int) -> MadeChunk:
+def make(ours: Rollouts, version: int, samples: Sequence[Sample] = ()) -> MadeChunk:
     lease = ours.queue.lease("maker-0")
     assert lease is not None
     chunk = MadeChunk(
-        lease.unit.index, "maker-0", {}, [], {"generate": 3.0, "score": 1.0}, lease.unit.episode, version
+        lease.unit.index, "maker-0", {}, list(samples), {"generate": 3.0, "score": 1.0}, lease.unit.episode, version
     )  # fmt: skip
     assert ours.queue.made(lease, chunk, version=version)
     return chunk
@@ -101,3 +102,20 @@ def test_figures_are_of_the_time_since_the_last_look() -> None:
     assert figures["idle_trainer"] == 1.0
     assert (figures["queue_depth"], figures["makers"], figures["chunks_issued"]) == (8.0, 1.0, 2.0)
     assert ours.figures(busy_s=1000.0)["idle_trainer"] == 0.0
+
+
+def test_a_chunk_at_which_a_judge_failed_is_in_no_state_and_made_again_after_a_restart() -> None:
+    controls = RewardControls(CONFIG, ALONE)
+    ours = rollouts(controls)
+    make(ours, 0), make(ours, 0)
+    failed = Sample(
+        prompt="p", answer="", response="r", key="k", score=0.0, verifier=0.0, well_formed=False, rm_score=None, kl=0.0,
+        length=1, ended=True, failures={"verifier": "timed_out: it took longer than 10 s"}, abstains=True,
+    )  # fmt: skip
+    make(ours, 0, [failed])
+    judged = make(ours, 0)
+    learn(ours, controls, 0)
+    state = ours.state()
+    assert state.waiting == (judged,)
+    again = rollouts(controls, completed=1, kept=state)
+    assert make(again, 1).index == 0  # of episode 1, the chunk that failed

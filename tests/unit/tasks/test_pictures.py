@@ -110,6 +110,15 @@ def test_sources_of_reward_are_told_apart() -> None:
     assert (shares.floor, shares.ceiling) == (0.0, 1.0)
 
 
+def test_what_abstained_has_a_panel_and_widens_the_intervals() -> None:
+    rows = [episode(0, abstained=0.0), episode(1, abstained=0.5)]
+    panels = {panel.title: panel for panel in curves(rows, evaluations={})}
+    assert panels["Abstained"].lines[0].values == (0.0, 0.5)
+    (formed,) = panels["Well formed"].lines
+    assert [round(end, 3) for end in (formed.low[1], formed.high[1])] == [0.336, 0.664]  # Wilson, 16 of 32
+    assert "Abstained" not in {panel.title for panel in curves(rows[:1], evaluations={})}
+
+
 def test_what_overlaps_is_shown_where_making_and_learning_overlap() -> None:
     overlap = {"staleness_max": 2.0, "queue_depth": 24.0, "idle_trainer": 0.25, "idle_makers": 0.0}
     rows = [episode(0, staleness=0.0, **overlap), episode(1, staleness=1.5, **overlap), episode(2)]

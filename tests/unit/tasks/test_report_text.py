@@ -232,6 +232,33 @@ def test_best_worst_longest_and_random_samples_are_chosen_once_each() -> None:
     assert [row["why"] for row in chosen_samples(samples[:1], seed=1)] == ["best, worst, longest"]
 
 
+def test_samples_that_abstain_are_neither_best_nor_worst_and_say_who_failed() -> None:
+    failed = {"failures": {"mine:f": f"raised: it raised OSError: {NASTY}"}, "abstains": True}
+    samples = [sample(0.5, 3), {**sample(0.0, 40), **failed}, sample(1.0, 3), sample(0.75, 3)]
+    chosen = chosen_samples(samples, seed=1)
+    assert [(row["why"], row["score"]) for row in chosen[:2]] == [("best", 1.0), ("worst", 0.5)]
+    page = HTML(samples_document(chosen, None, policy="policy/test@1"))
+    assert "longest: abstains, KL 0.500 nats" in page
+    assert page.count("not judged: <code>mine:f: it raised OSError: a | b ⏎") == 1
+    assert "<img" not in page
+
+
+def test_calls_that_failed_are_counted_below_the_episodes() -> None:
+    rows = [{"episode": at, "score": 0.5, "abstained": 0.25 * at, "failed/mine:f/timed_out": 3.0} for at in range(2)]
+    shown = episode_tables([*rows, {"episode": 2, "score": 0.5, "abstained": 0.0, "failed/verifier/raised": 1.0}])
+    assert "| episode | score | abstained |" in shown
+    assert shown.endswith("Calls of judges that failed: mine:f timed out 6, verifier raised 1.")
+    assert "abstained" not in episode_tables([{"episode": 0, "score": 0.5, "abstained": 0.0}])
+
+
+def test_answers_without_a_verdict_have_not_changed() -> None:
+    unknown = {"failure": "died: it ended its process (SIGKILL)"}
+    before = [outcome("a"), outcome("b"), outcome("c", correct=True)]
+    after = [outcome("a", correct=True), {**outcome("b"), **unknown}, outcome("c", correct=True)]
+    counts = changes(before, after, by_model=False, seed=0)["counts"]
+    assert counts == {"wrong → right": 1, "right → wrong": 0, "both right": 1, "both wrong": 0}
+
+
 def outcome(key: str, *, correct: bool = False, score: float = 0.0) -> dict[str, Any]:
     return {"key": key, "prompt": key, "answer": "1", "response": NASTY, "correct": correct, "score": score}
 

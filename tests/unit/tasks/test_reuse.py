@@ -111,6 +111,7 @@ def test_a_reward_model_that_is_not_over_the_policys_base_is_counted_besides(
         changed("ppo", cluster={"num_makers": 3}),
         changed("ppo", cluster={"address": "10.0.0.5:6379"}),
         changed("ppo", cluster={"commit_timeout_s": 1.0, "start_timeout_s": 1.0, "object_store_mb": 100}),
+        changed("ppo", max_abstained=0.9),
         changed("gate", min_gain=0.1),
         changed("sft", lr=1.0),
         preset("other"),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.output import Json, console, print_rows, write_json
+from flows.cli.output import Json, console, write_json, write_lines
 from rlhf_core.counting import counted
 from rlhf_core.escaping import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from infra.artifacts import ArtifactStore, Manifest
 
-_LONGEST_DECISION = 90
+_INDENT = 12 * " "
+_LONGEST_REASON = 200
 _FIGURES = ("new_files", "bad_files", "new_rows", "known_rows", "learnt_rows", "old_rows", "waiting_rows")
 
 
@@ -30,12 +29,9 @@ def nights(name: str | None = None, /, *, as_json: Json = False) -> None:
     found = nights_of(store, name)
     if as_json:
         return write_json(found)
-    screen = console()
     if not found:
-        screen.print(f"{store.url} holds no night{f' of {name}' if name else ''}")
-        return None
-    header = ("night", "run", "data", "time", "decision")
-    print_rows(screen, [header, *([one_line(cell) for cell in _cells(each)] for each in found)])
+        console().print(f"{store.url} holds no night{f' of {name}' if name else ''}")
+    write_lines(line for each in found for line in _lines(each))
     return None
 
 
@@ -99,20 +95,27 @@ def _open(dataset: Manifest) -> dict[str, Any]:
     }
 
 
-def _cells(night: dict[str, Any]) -> Sequence[str]:
+def _lines(night: dict[str, Any]) -> list[str]:
+    """Return a night in lines: when, where, decision and time; then its data; then why it was decided so."""
     from tasks.progress import duration
 
-    data = night["data"]
-    if data:
-        told = f"{counted(data['new_files'], 'file')}, {counted(data['new_rows'], 'row')}"
-        told += f", {data['bad_files']} in quarantine" if data["bad_files"] else ""
-        told += f", {data['old_rows']} old" if data.get("old_rows") else ""
-        told += f", {data['waiting_rows']} wait" if data.get("waiting_rows") else ""
-    else:
-        told = counted(night["problems"], "row")
-    spent = [f"{stage} {duration(float(seconds))}" for stage, seconds in night["seconds"].items()]
-    wall = [duration(night["wall_s"])] if night["wall_s"] is not None else []
-    reason = one_line(str(night["reason"] or ""), _LONGEST_DECISION)
-    decision = f"{night['decision']}{': ' + reason if reason else ''}"
     where = night["report"] or night["dataset"]
-    return night["night"], str(where), told, ": ".join([*wall, ", ".join(spent)]) if spent else "".join(wall), decision
+    by_stage = ", ".join(f"{stage} {duration(float(seconds))}" for stage, seconds in night["seconds"].items())
+    spent = "" if night["wall_s"] is None else f"  {duration(night['wall_s'])}"
+    spent += f"  ({by_stage})" if by_stage else ""
+    lines = [f"{night['night']}  {where}  {night['decision']}{spent}", f"{_INDENT}{_told(night)}"]
+    if night["reason"]:
+        lines.append(_INDENT + one_line(str(night["reason"]), _LONGEST_REASON))
+    return lines
+
+
+def _told(night: dict[str, Any]) -> str:
+    """Return what a night learnt."""
+    data = night["data"]
+    if not data:
+        return counted(night["problems"], "row")
+    parts = [counted(data["new_files"], "new file"), counted(data["new_rows"], "new row")]
+    parts += [f"{data['bad_files']} in quarantine"] if data["bad_files"] else []
+    parts += [f"{data['old_rows']} old beside them"] if data.get("old_rows") else []
+    parts += [f"{data['waiting_rows']} wait"] if data.get("waiting_rows") else []
+    return ", ".join(parts)

@@ -1,0 +1,132 @@
+"""`rlhf nights` and `rlhf backfill`: what the store says of nights, and which days have none."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flows.pipeline
+from flows.cli import backfill as backfill_command
+from flows.cli import main
+from flows.cli.backfill import days_between, missing_days
+from flows.cli.nights import nights_of
+from flows.presets import resolve
+from infra.artifacts import ArtifactStore, open_default_store
+from rlhf_core.errors import ConfigError
+from tasks.arrivals import NothingNew, NothingNewError
+
+RUN = "0f0f"
+DATA = {"new_files": 3, "bad_files": 1, "new_rows": 120, "old_rows": 40, "waiting_rows": 7, "problems_ppo": 100}
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
+    (tmp_path / "store").mkdir()
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
+    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
+    return open_default_store()
+
+
+def commit(store: ArtifactStore, kind: str, *parents: Any, **metrics: Any) -> Any:
+    body = {"body": json.dumps([kind, metrics]).encode()}
+    return store.commit(kind, "team", body, parents=list(parents), metrics=metrics, flow_run=RUN)
+
+
+@pytest.fixture
+def year(store: ArtifactStore) -> ArtifactStore:
+    """Four nights: one that was promoted, one of an earlier release, one without news, one that failed."""
+    dataset = commit(store, "dataset", **DATA)
+    figures = {"night": "2026-11-20", "reason": "+0.1 right", "champion": "policy/team@1", "wall_s": 700.0}
+    commit(store, "run", dataset, promoted=True, **figures, seconds={"data": 4.0, "ppo": 600.0})
+    policy = commit(store, "policy", seconds=90)
+    commit(store, "run", commit(store, "dataset", problems_ppo=64, problems_sft=6), policy, promoted=False)
+    nothing = {"nothing_new": True, "night": "2026-11-22", "reason": "nothing new since then"}
+    commit(store, "run", promoted=False, **nothing, new_files=0, bad_files=0, new_rows=0, known_rows=0)
+    commit(store, "dataset", **DATA | {"new_files": 9})
+    return store
+
+
+def test_nights_are_told_with_data_cost_and_decision(year: ArtifactStore) -> None:
+    first, second, third, fourth = nights_of(year, "team")
+    assert (first["night"], first["decision"], first["champion"]) == ("2026-11-20", "promoted", "policy/team@1")
+    assert (first["data"]["new_rows"], first["data"]["bad_files"]) == (120, 1)
+    assert first["seconds"] == {"data": 4.0, "ppo": 600.0}
+    assert (second["decision"], second["problems"], second["seconds"]) == ("not promoted", 70, {"policy": 90})
+    assert (third["decision"], third["seconds"], third["reason"]) == ("nothing new", {}, "nothing new since then")
+    assert (fourth["decision"], fourth["report"], fourth["data"]["new_files"]) == ("not ended", None, 9)
+    assert nights_of(year, "others") == []
+
+
+def test_the_lines_and_the_json_say_the_same(year: ArtifactStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nights", "team"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2026-11-20  run/team@1  promoted  11:40 min  (data 4 s, ppo 10:00 min)"
+    assert lines[1].strip() == "3 new files, 120 new rows, 1 in quarantine, 40 old beside them, 7 wait"
+    assert lines[2].strip() == "+0.1 right"
+    assert any("dataset/team@3  not ended" in line for line in lines)
+    assert main(["nights", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == nights_of(year, None)
+
+
+def test_only_days_without_a_night_are_missing(year: ArtifactStore) -> None:
+    days = days_between("2026-11-19", "2026-11-23", date(2026, 11, 28))
+    assert [day.day for day in missing_days(year, "team", days)] == [19, 21, 23]
+    assert missing_days(year, "others", days) == days
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "told"),
+    [
+        ("2026-11-23", "2026-11-20", "lies before"),
+        ("2026-11-23", "2026-12-01", "still to come"),
+        ("last week", "2026-11-20", "a day is written as"),
+    ],
+)
+def test_days_that_make_no_range_are_refused(first: str, last: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        days_between(first, last, date(2026, 11, 28))
+
+
+def test_missing_nights_are_made_in_order_until_one_fails(
+    year: ArtifactStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del year
+    made: list[tuple[str, bool]] = []
+
+    def run(deployment: str, param: tuple[str, ...], *, wait: bool) -> int:
+        assert deployment == "nightly"
+        made.append((param[-1], wait))
+        return int(param[-1] == 'as_of="2026-11-21"')
+
+    monkeypatch.setattr(backfill_command, "run_deployment", run)
+    monkeypatch.setattr(backfill_command, "_name", lambda *_: "team")
+    assert main(["backfill", "2026-11-19", "2026-11-23", "--dry-run"]) == 0
+    assert made == []
+    assert main(["backfill", "2026-11-19", "2026-11-23"]) == 1
+    assert made == [('as_of="2026-11-19"', True), ('as_of="2026-11-21"', True)]
+    told = capsys.readouterr().out
+    assert "of 5 days, 3 without a night: 2026-11-19, 2026-11-21, 2026-11-23" in told
+    assert "1 night from 2026-11-23 on not begun" in told
+    made.clear()
+    assert main(["backfill", "2026-11-19", "2026-11-23", "--no-wait"]) == 0
+    assert made == [('as_of="2026-11-19"', False)]
+    assert main(["backfill", "2026-11-20", "2026-11-20"]) == 0
+    assert "has its night" in capsys.readouterr().out
+
+
+def test_a_pipeline_without_news_ends_completed_and_stores_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = NothingNew(told="nothing new since yesterday", day="2026-11-28", figures={}, bad=[])
+
+    def begin(*_: Any, **__: Any) -> None:
+        raise NothingNewError(resolve("quickstart"), found)
+
+    monkeypatch.setattr(flows.pipeline, "begin", begin)
+    monkeypatch.setattr(flows.pipeline, "write_nothing_new", lambda config, _: f"run/{config.name}@7")
+    state: Any = flows.pipeline.pipeline.fn()
+    assert state.is_completed()
+    assert state.message == "nothing new since yesterday (rlhf artifacts show run/quickstart@7)"

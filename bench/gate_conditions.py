@@ -4,7 +4,7 @@ Twenty regressions are planted in a policy that answers far more of 400 problems
 break a side condition. Of pairs of equal policies, two samples of one behaviour, at most one in twenty may break any.
 One JSON line each, then one for the pairs:
 
-    python -m bench.gate_conditions --pairs 200
+    python -m bench.gate_conditions --pairs 100
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def _measured(**shift: float) -> Change:
 
 
 def _forgot_code(compared: Compared, _: Random) -> Compared:
-    read = compared.candidate.measures[TEXT].values
-    worse = {name: value + (0.8 if place % 6 == 0 else 0.0) for place, (name, value) in enumerate(read.items())}
+    read = compared.candidate.measures[TEXT].values  # every fourth passage is code
+    worse = {name: value + (1.5 if place % 4 == 0 else 0.0) for place, (name, value) in enumerate(read.items())}
     known = {**compared.candidate.measures, TEXT: Measure(TEXT, worse)}
     return replace(compared, candidate=compared.candidate._replace(measures=known))
 
@@ -196,7 +196,7 @@ def _by_score(compared: Compared, random: Random) -> Compared:
 
 
 def _all_of_it(compared: Compared, random: Random) -> Compared:
-    for change in (_answered(0.03, _wrong(response="", well_formed=False)), _measured(text=0.1, items=0.4)):
+    for change in (_answered(0.03, _wrong(response="", well_formed=False)), _measured(text=0.3, items=0.4)):
         compared = change(compared, random)
     return _answered(1.0, _longer(2))(compared, random)
 
@@ -221,7 +221,7 @@ REGRESSIONS: Mapping[str, Change] = {
         compared, reward_model={"accuracy": 0.45, "heldout_pairs": 100}
     ),
     "paid more, verified less": _stored(paid=0.6, verified=-0.15),
-    "text forgotten": _measured(text=0.2),
+    "text forgotten": _measured(text=0.4),
     "code forgotten": _forgot_code,
     "a little forgotten every night": _drifted,
     "fewer questions answered": _measured(items=0.35),
@@ -237,7 +237,7 @@ def broken(compared: Compared) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for each planted regression, and one for the equal pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=200, help="pairs of equal policies")
+    parser.add_argument("--pairs", type=int, default=100, help="pairs of equal policies")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     for each in planted(given.seed):

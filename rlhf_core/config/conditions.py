@@ -17,6 +17,8 @@ class ForgettingConfig(Config):
     passages: int = Field(24, ge=0)
     """How many of the packaged passages (prose of several kinds, seven languages, code, arithmetic) a policy reads,
     for its cross-entropy; 0: none."""
+    passage_tokens: int = Field(40, ge=2)
+    """Tokens of each passage that are read at most."""
     suites: tuple[str, ...] = ()
     """Further measures: `questions` (packaged: 100 with four options each), `lm_eval:<task>` where
     lm-evaluation-harness is installed, or `package.module:function` of your own, called as f(model, tokenizer), which
@@ -57,7 +59,7 @@ class ConditionsConfig(Config):
     """Held-out accuracy, at least, of a reward model that paid or judged."""
     verified_loss: Share | None = 0.05
     """How much the verifier's mean score may fall from PPO's first to its last episode while what was paid rises."""
-    text_loss: float | None = Field(0.05, ge=0)
+    text_loss: float | None = Field(0.2, ge=0)
     """By how much the cross-entropy of the packaged passages may rise, in nats per token."""
     text_loss_from_base: float | None = Field(None, ge=0)
     """The same against the base model: what many nights forget together."""

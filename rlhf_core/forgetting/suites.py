@@ -71,7 +71,8 @@ def measure(
     check_suites(config, allowed_modules)
     found = []
     if config.passages:
-        found.append(text_cross_entropy(model, tokenizer, packaged_passages(config.passages), dtype=dtype))
+        passages = packaged_passages(config.passages)
+        found.append(text_cross_entropy(model, tokenizer, passages, most=config.passage_tokens, dtype=dtype))
     for suite in config.suites:
         if suite == QUESTIONS:
             found.append(answer_questions(model, tokenizer, packaged_questions(), dtype=dtype))

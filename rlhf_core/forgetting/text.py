@@ -45,16 +45,20 @@ def packaged_passages(count: int) -> dict[str, str]:
     return {name.strip(): text.strip() for name, _, text in named}
 
 
-def text_cross_entropy(model: Any, tokenizer: Any, passages: Mapping[str, str], *, dtype: torch.dtype) -> Measure:
+def text_cross_entropy(
+    model: Any, tokenizer: Any, passages: Mapping[str, str], *, most: int, dtype: torch.dtype
+) -> Measure:
     """Return the mean cross-entropy of each passage's tokens but the first, in nats per token.
 
     Args:
         model: a causal language model; its mode comes out as it was.
         tokenizer: the model's.
-        passages: by name; at least one. What a model has no positions for is cut off.
+        passages: by name; at least one.
+        most: tokens of a passage; the rest, and what the model has no positions for, is not read. At least 2.
         dtype: arithmetic of the passes.
     """
-    rows = {name: tokenizer(text)["input_ids"][: max_positions(model)] for name, text in passages.items()}
+    limit = min(most, max_positions(model) or most)
+    rows = {name: tokenizer(text)["input_ids"][:limit] for name, text in passages.items()}
     losses = [-logprobs.mean().item() for logprobs in token_logprobs(model, list(rows.values()), dtype=dtype)]
     return Measure(TEXT, dict(zip(rows, losses, strict=True)))
 

@@ -16,7 +16,7 @@ from tests.tiny_llama import tiny_llama, tiny_tokenizer
 def test_the_cross_entropy_of_each_passage_is_transformers_own_loss_of_it_alone() -> None:
     model, tokenizer, passages = tiny_llama(initializer_range=0.3), tiny_tokenizer(), packaged_passages(9)
     model.train()
-    found = text_cross_entropy(model, tokenizer, passages, dtype=torch.float32)
+    found = text_cross_entropy(model, tokenizer, passages, most=1024, dtype=torch.float32)
     assert found.suite == TEXT
     assert model.training
     model.eval()
@@ -26,14 +26,17 @@ def test_the_cross_entropy_of_each_passage_is_transformers_own_loss_of_it_alone(
             assert found.values[name] == pytest.approx(model(ids, labels=ids).loss.item(), abs=1e-4)
 
 
-def test_what_a_model_has_no_positions_for_is_cut_off() -> None:
+def test_what_is_too_long_or_has_no_position_is_cut_off() -> None:
     model = tiny_llama()
     model.config.max_position_embeddings = 16
     ids = tiny_tokenizer()("abcdefghijklmnopqrstuvw")["input_ids"]
-    found = text_cross_entropy(model, tiny_tokenizer(), {"a": "abcdefghijklmnopqrstuvw"}, dtype=torch.float32)
-    (logprobs,) = token_logprobs(model, [ids[:16]], dtype=torch.float32)
-    assert len(logprobs) == 15
-    assert found.values["a"] == pytest.approx(-logprobs.mean().item())
+    for most, read in ((99, 16), (7, 7)):
+        found = text_cross_entropy(
+            model, tiny_tokenizer(), {"a": "abcdefghijklmnopqrstuvw"}, most=most, dtype=torch.float32
+        )
+        (logprobs,) = token_logprobs(model, [ids[:read]], dtype=torch.float32)
+        assert len(logprobs) == read - 1
+        assert found.values["a"] == pytest.approx(-logprobs.mean().item())
 
 
 def test_there_are_48_passages_of_many_kinds_and_none_is_empty_or_twice() -> None:
@@ -72,9 +75,9 @@ def test_disturbed_weights_forget_text() -> None:
             optimizer.zero_grad()
             model(row[None, :200], labels=row[None, :200]).loss.backward()
             optimizer.step()
-    before = text_cross_entropy(model, tokenizer, passages, dtype=torch.float32)
+    before = text_cross_entropy(model, tokenizer, passages, most=200, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-    after = text_cross_entropy(model, tokenizer, passages, dtype=torch.float32)
+    after = text_cross_entropy(model, tokenizer, passages, most=200, dtype=torch.float32)
     assert all(after.values[name] > before.values[name] for name in passages)

@@ -87,10 +87,10 @@ def test_forgotten_text_is_a_rise_of_cross_entropy_and_a_suites_loss_a_fall() ->
         items = {str(item): float(item < right) for item in range(50)}
         return Known([], {TEXT: Measure(TEXT, {"a": 3.0 + text, "b": 2.0}), "mine": Measure("mine", items)})
 
-    compared = Compared(known(0.0, 40), known(0.4, 10), base=known(-0.6, 0).measures)
+    compared = Compared(known(0.0, 40), known(0.8, 10), base=known(-0.6, 0).measures)
     conditions = found(compared, text_loss_from_base=0.3)
-    assert (conditions["forgotten text"].figure, conditions["forgotten text"].holds) == (pytest.approx(0.2), False)
-    assert conditions["forgotten text, of the base"].figure == pytest.approx(0.5)
+    assert (conditions["forgotten text"].figure, conditions["forgotten text"].holds) == (pytest.approx(0.4), False)
+    assert conditions["forgotten text, of the base"].figure == pytest.approx(0.7)
     assert (conditions["mine"].figure, conditions["mine"].holds) == (pytest.approx(0.6), False)
     better = found(Compared(known(0.0, 10), known(-0.4, 40)))
     assert better["forgotten text"].holds

@@ -32,6 +32,8 @@ class Problem:
     """The task's own record of the problem, as JSON, which its scorer needs; None for problems of a file."""
     demonstration: str | None = field(default=None, compare=False)
     """A whole response to learn; None learns the answer in its tags."""
+    category: str | None = field(default=None, compare=False)
+    """What kind of problem it is, by its row; the gate looks at each kind."""
 
     @property
     def key(self) -> str:
@@ -55,12 +57,14 @@ def problem_key(prompt: str) -> str:
 
 
 def category_of(problem: Problem) -> str:
-    """Return the task that a problem was drawn from, where several may be mixed; empty for problems of a file.
+    """Return the category of a problem's row, else the task that it was drawn from; empty where neither is known.
 
     Example:
         >>> category_of(Problem("1+1?", entry='{"drawn": {"task": "basic_arithmetic", "parameters": {}}}'))
         'basic_arithmetic'
     """
+    if problem.category is not None:
+        return problem.category
     drawn = json.loads(problem.entry).get("drawn") if problem.entry else None
     return str(drawn["task"]) if isinstance(drawn, dict) and "task" in drawn else ""
 
@@ -117,7 +121,7 @@ def of_the_same_kind(problems: Iterable[Problem], shown: Iterable[Problem]) -> l
 
 
 def problems_to_jsonl(problems: Iterable[Problem]) -> bytes:
-    """Return the problems as JSON lines of {"question", "answer", "entry", "response"}, less what a problem lacks."""
+    """Return the problems as JSON lines of {"question", "answer", "entry", "response", "category"}, as far as known."""
     return to_jsonl(
         {
             name: value
@@ -126,6 +130,7 @@ def problems_to_jsonl(problems: Iterable[Problem]) -> bytes:
                 ("answer", problem.answer),
                 ("entry", problem.entry),
                 ("response", problem.demonstration),
+                ("category", problem.category),
             )
             if value is not None
         }
@@ -136,5 +141,6 @@ def problems_to_jsonl(problems: Iterable[Problem]) -> bytes:
 def problems_from_jsonl(data: bytes) -> list[Problem]:
     """Return the problems that `problems_to_jsonl` wrote."""
     return [
-        Problem(row["question"], row.get("answer"), row.get("entry"), row.get("response")) for row in from_jsonl(data)
+        Problem(row["question"], *(row.get(name) for name in ("answer", "entry", "response", "category")))
+        for row in from_jsonl(data)
     ]

@@ -6,10 +6,11 @@ import difflib
 import json
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from rlhf_core.data.problems import Problem
 from rlhf_core.data.reading.formats import wrapped_hint
 from rlhf_core.data.reading.forms import ALIKE, APART, BLANK, EQUAL, FORMS, Form, form_of, in_words, known_fields
 from rlhf_core.data.reading.messages import ViewedRow, with_messages
@@ -226,7 +227,7 @@ def _built(row: Row | RejectedRow, form: Form | None, view: MessageView) -> Any:
         return row
     try:
         where, fields = with_messages(row, form.message_fields(row.fields))
-        return form.build(ViewedRow(where, fields, view))
+        return _with_category(form.build(ViewedRow(where, fields, view)), fields)
     except RowError as error:
         return RejectedRow(row.where, error.reason, error.detail)
 
@@ -234,6 +235,14 @@ def _built(row: Row | RejectedRow, form: Form | None, view: MessageView) -> Any:
 def _annotator(row: Row | RejectedRow, column: str | None) -> str | None:
     value = row.fields.get(column) if isinstance(row, Row) and column is not None else None
     return str(value) if isinstance(value, str | int) else None
+
+
+def _with_category(built: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a problem with what its row says of its kind, if that is a text; anything else as it is."""
+    category = fields.get("category")
+    if not isinstance(built, Problem) or not isinstance(category, str) or not category.strip():
+        return built
+    return replace(built, category=category.strip())
 
 
 def _canonical(row: Row) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_core.config.data import SourceConfig
 from rlhf_core.data import Problem, problems_to_jsonl
+from rlhf_core.data.problems import category_of, problems_from_jsonl
 from rlhf_core.data.reading import Access, detect_role, possible_roles
 from rlhf_core.data.reading.rows import RowError, boxed_answer
 from rlhf_core.errors import DataError
@@ -49,6 +50,14 @@ def test_without_marks_the_whole_text_is_the_answer(tmp_path: Path) -> None:
 )
 def test_problems_come_in_several_forms(tmp_path: Path, row: dict[str, Any], problem: Problem) -> None:
     assert rows(write(tmp_path / "p.jsonl", row)) == [problem]
+
+
+def test_a_column_category_is_kept_with_its_problem_and_written_with_it(tmp_path: Path) -> None:
+    asked = {"question": "2 + 2?", "answer": "4"}
+    path = write(tmp_path / "p.jsonl", {**asked, "category": " sums "}, {**asked, "question": "Sky?", "category": 7})
+    found = rows(path)
+    assert [category_of(problem) for problem in found] == ["sums", ""]
+    assert [problem.category for problem in problems_from_jsonl(problems_to_jsonl(found))] == ["sums", None]
 
 
 @pytest.mark.parametrize(

@@ -136,11 +136,9 @@ def _is_hidden(path: Path, below: Path) -> bool:
 
 
 def _file(path: Path) -> FoundFile:
-    if path.is_symlink() and not path.exists():
-        size, tag, written = 0, "", path.lstat().st_mtime
-    else:
-        (size, tag), written = _state(path), path.stat().st_mtime
-    when = datetime.fromtimestamp(written, UTC)
+    size, tag = _state(path)
+    written = path.stat() if path.exists() else path.lstat()  # of a link to nothing, the link's own time
+    when = datetime.fromtimestamp(written.st_mtime, UTC)
     return FoundFile(
         str(path), size, tag, when, partial(_digest, [path]), partial(part_of_file, path), partial(_state, path)
     )

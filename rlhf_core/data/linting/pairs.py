@@ -46,9 +46,13 @@ def _is_equal_cut(row: LintRow, limit: int | None, meter: TokenMeter) -> bool:
 
 def contradictory(given: LintSet) -> Iterator[Accused]:
     """Yield pairs that prefer in a circle (A to B and B to A, or A to B to C to A), and problems of two answers."""
+    better = {row.response_ids[0] for row in given.rows if row.is_pair}
+    worse = {row.response_ids[1] for row in given.rows if row.is_pair}
     by_prompt: defaultdict[int, list[int]] = defaultdict(list)
     for place, row in enumerate(given.rows):
-        by_prompt[row.prompt_id].append(place)
+        # in a circle each response is once the better and once the worse one
+        if row.answer is not None or (row.is_pair and row.response_ids[0] in worse and row.response_ids[1] in better):
+            by_prompt[row.prompt_id].append(place)
     for places in by_prompt.values():
         if len(places) > 1:
             rows = {place: given.rows[place] for place in places}

@@ -28,6 +28,8 @@ MOSTLY = 0.8
 """Share of a set's longer responses that must end as sentences do, so that the others are taken for cut."""
 _LONGER = 8
 """Words of a response that is long enough to be a sentence."""
+_TAIL = 80
+"""Characters that tell how a text ends."""
 _LONE = 12
 """Words of a lone sentence that is too long to lack its full stop by habit."""
 _ENDS = re.compile(r"[.!?…。！？؟।][\"'”’»)\]}*_~]*\s*$|[\"”»)\]}>*`|~]\s*$")
@@ -53,7 +55,7 @@ def cut(given: LintSet) -> Iterator[Accused]:
     Where both responses lack a full stop and nothing else, that is how their row is written.
     """
     longer = [text for row in given.rows for text in row.responses if text.count(" ") >= _LONGER - 1]
-    if sum(1 for text in longer if _ENDS.search(text)) < MOSTLY * len(longer):
+    if sum(1 for text in longer if _ENDS.search(text[-_TAIL:])) < MOSTLY * len(longer):
         return
     for place, row in enumerate(given.rows):
         bare = [ends_bare(response) for response in row.responses]
@@ -70,7 +72,7 @@ def ends_open(text: str) -> bool:
         >>> ends_open("I would like a"), ends_open("Here is what you ask for:"), ends_open("It is.")
         (True, True, False)
     """
-    text = text.rstrip()
+    text = text.rstrip()[-_TAIL:]
     if text.count(" ") < 2:  # noqa: PLR2004 - a word or two are no sentence
         return False
     last = _LAST.search(text)
@@ -86,14 +88,11 @@ def ends_bare(text: str) -> bool:
         (True, False, False)
     """
     text = text.rstrip()
+    if not _LAST.search(text[-_TAIL:]) or _LINK.search(text[-_TAIL:]):
+        return False
     *before, line = text.splitlines() or [""]
     above = next((each for each in reversed(before) if each.strip()), ".")
-    if (
-        not _LAST.search(text)
-        or _LINK.search(text)
-        or _ITEM.match(line)
-        or not (_ENDS.search(above) or _OPEN.search(above))
-    ):
+    if _ITEM.match(line) or not (_ENDS.search(above[-_TAIL:]) or _OPEN.search(above[-_TAIL:])):
         return False
     alone = _SENTENCE_BEFORE.search(text) is None
     return not alone or (text.count(" ") >= _LONE - 1 and text[0].isupper())

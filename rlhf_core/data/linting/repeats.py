@@ -100,23 +100,25 @@ class _Index:
 
 
 def _parts(row: LintRow) -> tuple[str, ...]:
-    return (row.prompt, *row.responses)
+    return (*row.responses, row.prompt)  # what differs soonest comes first
 
 
 _DIGITS = re.compile(r"\d+")
+_SAME_LENGTH = 0.5
+"""Texts of more different lengths share too few words, and are not compared word by word."""
 
 
 def _alike(ours: tuple[str, ...], theirs: tuple[str, ...]) -> bool:
     """Return whether two rows share nearly all words of each text, and have the same numbers."""
-    if len(ours) != len(theirs) or any(
-        _DIGITS.findall(one) != _DIGITS.findall(other) for one, other in zip(ours, theirs, strict=True)
-    ):
+    if len(ours) != len(theirs):
         return False
     shared = total = 0
     for one, other in zip(ours, theirs, strict=True):
+        if one != other and 2 * min(len(one), len(other)) < _SAME_LENGTH * (len(one) + len(other)):
+            return False
         words, others = Counter(words_of(one)), Counter(words_of(other))
         both, sizes = (words & others).total(), words.total() + others.total()
-        if 2 * both < SAME_PART * sizes:
+        if 2 * both < SAME_PART * sizes or _DIGITS.findall(one) != _DIGITS.findall(other):
             return False
         shared, total = shared + 2 * both, total + sizes
     return shared >= SAME * total

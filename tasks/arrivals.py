@@ -419,7 +419,9 @@ def _count_as_learnt(dataset: StageResult) -> None:
     before, who = _ledger_of(context, manifest).before, f"run {context.flow_run}"
     alias = context.store.aliases("dataset", manifest.name).get(LEARNT)
     moves = [] if alias is None else [(move.who, move.uri) for move in alias.history]
-    if (alias is not None and alias.uri == manifest.uri) or (who, manifest.uri) in moves:
+    if alias is not None and alias.uri == manifest.uri:
+        return
+    if context.flow_run and (who, manifest.uri) in moves:  # a person has taken the night back since
         return
     leave_if_taken_over()
     try:

@@ -197,6 +197,18 @@ def test_two_nights_that_meet_do_not_count_both(nights: Nights) -> None:
     assert f"{second.uri} was learnt meanwhile" in said[-1]
 
 
+def test_a_night_that_a_person_takes_back_is_learnt_by_the_next(nights: Nights) -> None:
+    nights.arrive("a.jsonl", range(20))
+    first = nights.night()
+    nights.arrive("b.jsonl", range(100, 120))
+    second = nights.night()
+    nights.store.rollback("dataset", "quickstart", LEARNT, why="poisoned", who="a person")
+    assert nights.store.alias("dataset", "quickstart", LEARNT) == first.uri
+    again = nights.night()
+    assert (again.uri, again.metrics["new_rows"]) == (second.uri, 20)
+    assert nights.store.alias("dataset", "quickstart", LEARNT) == second.uri
+
+
 def test_a_bad_file_is_left_out_with_its_reason_until_it_changes(nights: Nights) -> None:
     nights.arrive("a.jsonl", range(20))
     bad = nights.arrive("b.jsonl", (), raw='{"prompt": "whole"}\n{"prompt": ')

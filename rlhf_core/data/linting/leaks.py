@@ -69,6 +69,8 @@ _VERDICT = re.compile(
     r" (?:response|answer|completion|output)\s*(?:is\b|:)",
     re.IGNORECASE,
 )
+_OF_VERDICTS = ("response", "answer", "completion", "output", "[")
+"""One of them is in every text that the pattern fits."""
 _KEY = r"(?:\b(?:answer|solution|result|key|label|truth)\b\s*(?:is|was|=|:)+\s*|\#{4}\s*|\\boxed\{\s*)"
 
 _FIRST_WORDS = re.compile(r"[^\W_]+(?: [^\W_]+)?")
@@ -88,12 +90,13 @@ def _told_answer(row: LintRow) -> str | None:
         return None if found is None else found[0]
     if not row.responses:
         return None
-    found = _VERDICT.search(row.prompt)
+    folded = row.prompt.casefold()
+    found = _VERDICT.search(row.prompt) if any(word in folded for word in _OF_VERDICTS) else None
     if found is not None:
         return row.prompt[found.start() :]
     response = row.responses[0]
     begins = _FIRST_WORDS.search(response)
-    if begins is None or begins[0].casefold() not in row.prompt.casefold():  # spares most rows the rest
+    if begins is None or begins[0].casefold() not in folded:  # spares most rows the rest
         return None
     said = normalised(response)
     return response if said.count(" ") + 1 >= _COPIED_WORDS and said in normalised(row.prompt) else None

@@ -78,14 +78,14 @@ def ppo(
             while due < config.ppo.episodes and (ended := ends_before(run, due, last)) is None:
                 last = ppo_episode(run, due)
                 due += 1
-            if not due:
-                return finished(None, str(ended), see=run.actor.uri)
-            policy = publish_policy(run, due if ended else None)
-            if ended is None:
+            if ended is not None and not due:
+                return finished(None, ended.why, see=run.actor.uri)
+            policy = publish_policy(run, due, is_over=ended is None or ended.is_over)
+            if ended is None or ended.is_over:
                 delete_states(run)  # while no other run can have the cluster, and build from them
         finally:
             end_cluster(run.name)
     else:
         delete_states(run)  # of a run that was killed between the two
     show_episodes(policy, config.seed)
-    return finished(policy, f"{made(policy)}; {ended}" if ended else made(policy), see=policy.uri)
+    return finished(policy, f"{made(policy)}; {ended.why}" if ended else made(policy), see=policy.uri)

@@ -174,6 +174,8 @@ def _facts(
         "timeout_s": config.ppo.reward.timeout_s,
         "template": template.digest(),
     }
+    if config.data.splits.development:
+        facts["development"] = config.data.splits.development, config.data.splits.evaluation
     return facts if rotation is None else facts | {"rotation": rotation}
 
 
@@ -334,7 +336,7 @@ def check_data(config: PipelineConfig, dataset: Parent, *, reads: tuple[str, ...
     directory = materialise(context, dataset)
     splits = {
         name: problems_from_jsonl((directory / f"{name}.jsonl").read_bytes())
-        for name in reads
+        for name in (*reads, "development")
         if f"{name}.jsonl" in held
     }
     pairs = None
@@ -487,7 +489,7 @@ def _files(made: Prepared) -> dict[str, Path | bytes]:
     from rlhf_core.data.jsonl import to_jsonl
     from rlhf_core.data.preparing import report_to_markdown
 
-    files: dict[str, Path | bytes] = {f"{name}.jsonl": problems_to_jsonl(made.splits[name]) for name in SPLITS}
+    files: dict[str, Path | bytes] = {f"{name}.jsonl": problems_to_jsonl(each) for name, each in made.splits.items()}
     if made.pairs is not None:
         files[PAIRS] = pairs_to_jsonl(made.pairs)
     files[REJECTED] = to_jsonl(made.report.rejected_rows)
@@ -505,7 +507,7 @@ def _small_pool(made: Prepared) -> str:
 
 
 def _figures(made: Prepared) -> dict[str, Any]:
-    counts: dict[str, Any] = {f"problems_{name}": len(made.splits[name]) for name in SPLITS}
+    counts: dict[str, Any] = {f"problems_{name}": len(problems) for name, problems in made.splits.items()}
     if made.pairs is not None:
         counts["pairs"] = len(made.pairs)
     sets = made.report.sets
@@ -519,7 +521,7 @@ def _figures(made: Prepared) -> dict[str, Any]:
 def _line(made: Prepared) -> str:
     """Return the line on the data for people who follow the run."""
     figures = _figures(made)
-    counts = [f"{figures[f'problems_{name}']} {name}" for name in SPLITS if figures[f"problems_{name}"]]
+    counts = [f"{figures[f'problems_{name}']} {name}" for name in made.splits if figures[f"problems_{name}"]]
     if made.pairs is not None:
         counts.append(counted(len(made.pairs), "pair"))
     left_out = [

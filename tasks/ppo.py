@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infra.artifacts.ref import EXTERNAL_PREFIX
 from infra.errors import InfraError
-from rlhf_core.config import PipelineConfig
+from rlhf_core.config import PipelineConfig, StopConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
+from rlhf_core.ppo.best import DEVELOPMENT
 from tasks.budget import why_it_ends_before
 from tasks.clusters import address_of
 from tasks.context import Context, open_context
 from tasks.parents import base_model, base_of, ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
-from tasks.results import RUN, EpisodeResult, Parent, PPORun, StageResult
+from tasks.results import KEPT, RUN, EpisodeResult, Parent, PPORun, StageResult
 from tasks.run_log import run_logger
 from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
@@ -24,6 +25,8 @@ from tasks.taken_over import leave_if_taken_over
 from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from infra.artifacts import ArtifactStore, Manifest
     from rlhf_core.models.base import Base
     from rlhf_core.ppo.state import EpisodeRecord
@@ -186,21 +189,45 @@ def next_episode(run: PPORun) -> int:
     return 0
 
 
-def ends_before(run: PPORun, episode: int, last: EpisodeResult | None) -> str | None:
-    """Return why a run's episodes end tonight before one that is due; None if it begins.
+class Ended(NamedTuple):
+    """Why a run's episodes end before the last one."""
+
+    why: str
+    is_over: bool
+    """Whether no later night goes on."""
+
+
+def ends_before(run: PPORun, episode: int, last: EpisodeResult | None) -> Ended | None:
+    """Return why a run's episodes end before one that is due; None if it begins.
 
     Args:
         run: of PPO.
         episode: that is due, from 0.
         last: the episode before, if it ran just now; else the store knows it.
     """
-    from tasks.ppo_keeper import last_state
+    figures, stops = (last.row, last.stops) if last else _stored(run)
+    ended = None if stops is None else Ended(f"PPO stops after {episode} episodes: {stops}", is_over=True)
+    if ended is None and (why := why_it_ends_before(run, episode, figures)) is not None:
+        ended = Ended(why, is_over=False)
+    if ended is not None:
+        say("ppo", ended.why)
+    return ended
 
-    state = last_state(open_context().store, run) if last is None and run.config.budget.is_set else None
-    why = why_it_ends_before(run, episode, last.row if last else state.metrics if state else {})
-    if why is not None:
-        say("ppo", why)
-    return why
+
+def _stored(run: PPORun) -> tuple[Mapping[str, Any], str | None]:
+    """Return the figures of the last committed episode, and why the run stops with it."""
+    from rlhf_core.ppo.best import why_it_stops
+    from tasks.ppo_keeper import STATE, last_state
+
+    config, stops_early = run.config.ppo, run.config.ppo.stop != StopConfig()
+    if not (stops_early or run.config.budget.is_set) or finished_policy(run, reused=True):
+        return {}, None
+    store = open_context().store
+    state = last_state(store, run)
+    if state is None or not stops_early:
+        return state.metrics if state else {}, None
+    rows = [record["metrics"] for record in store.read_json(state, STATE)["history"]]
+    return state.metrics, why_it_stops(rows, config)
 
 
 def left_by_a_budget(store: ArtifactStore, run: PPORun) -> Manifest | None:
@@ -325,7 +352,8 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult | None:
             limit_s = config.cluster.episode_timeout_s
             record = follow(running, trainer.progress, limit_s, tell=_log_progress, members=peers)
             _say_episode(record, config.episodes)
-        if episode + 1 == config.episodes:
+        stops = ask(trainer.position, ANSWER_S).stops
+        if episode + 1 == config.episodes or stops is not None:
             ask(trainer.await_commit, config.cluster.commit_timeout_s + ANSWER_S)
     return EpisodeResult(
         run=run.name,
@@ -333,23 +361,26 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult | None:
         policy_version=record.policy_version,
         incarnation=record.incarnation,
         row=record.as_row(),
+        stops=stops,
     )
 
 
 @stage_task(name="publish-policy")
-def publish_policy(run: PPORun, episodes: int | None = None) -> StageResult:
+def publish_policy(run: PPORun, episodes: int | None = None, *, is_over: bool = True) -> StageResult:
     """Store the policy, from the trainer that holds it, and return its reference.
 
     Args:
         run: of PPO.
-        episodes: after which a night ended, with more to come; None: after the last.
+        episodes: that are done; None: all.
+        is_over: whether no later night goes on.
     """
     from rlhf_core.ray_tools.calls import ask, follow
     from tasks.ppo_group import ANSWER_S, peers_of, trainer_for
 
     context = open_context()
     leave_if_taken_over()
-    if done := finished_policy(run, reused=False, episodes=episodes):  # by an attempt that did not learn of it
+    night = None if is_over else episodes
+    if done := finished_policy(run, reused=False, episodes=night):  # by an attempt that did not learn of it
         return done
     config = run.config.ppo
     with _EndingTheGroupOnFailure(run) as attempt:
@@ -359,14 +390,22 @@ def publish_policy(run: PPORun, episodes: int | None = None) -> StageResult:
         storing = trainer.commit_policy.remote()
         limit_s = config.cluster.commit_timeout_s
         follow(storing, trainer.progress, limit_s, tell=_log_progress, members=peers_of(run))
-    result = finished_policy(run, reused=False, episodes=episodes)
+    result = finished_policy(run, reused=False, episodes=night)
     if result is None:
         raise RlhfError(
             f"the policy of run {run.name} was stored, but is not found under its key; is the store's index intact?"
         )
-    say("ppo", f"policy stored as {result.uri}")
+    say("ppo", f"policy stored as {result.uri}{_kept(result)}")
     _tell_of_high_rank(context.store, result.uri)
     return result
+
+
+def _kept(policy: StageResult) -> str:
+    metrics = policy.metrics
+    if KEPT not in metrics:
+        return ""
+    figure = f"{metrics[DEVELOPMENT]:.3f} on the development split"
+    return f": episode {metrics[KEPT]} of {metrics['episodes']} is kept, with {figure}"
 
 
 @only_shows("the rank of the policy's adapters", deadline_s=DEADLINE_S)

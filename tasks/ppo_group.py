@@ -142,7 +142,7 @@ def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[st
     """Start the processes of trainers and makers, and return both by name."""
     from rlhf_core.detached.run import RunMaker, RunTrainer, TrainerRank
     from tasks.ppo_keeper import StoreKeeper
-    from tasks.ppo_models import LearnerFactory, MakerFactory, PolicySaver
+    from tasks.ppo_models import Development, LearnerFactory, MakerFactory, PolicySaver
 
     config, learner_fn = run.config, LearnerFactory(run)
     problems = problems_from_jsonl((materialise(context, run.dataset) / "ppo.jsonl").read_bytes())
@@ -155,6 +155,7 @@ def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[st
         TRAINER: first.options(name=TRAINER, lifetime="detached", **placed[TRAINER]).remote(
             _maker_names(run), learner_fn, problems, config.ppo, config.seed, StoreKeeper(run), PolicySaver(run),
             peers=_peer_names(run), weights_dtype="float32" if run.shares_base else None,
+            measure=Development(run) if config.ppo.evaluate_every else None,
         )
     }  # fmt: skip
     trainers |= {

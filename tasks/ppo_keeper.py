@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +17,7 @@ from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, Retention, ope
 from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.errors import ModelError
+from rlhf_core.ppo.best import DEVELOPMENT, best_episode, why_it_stops
 from rlhf_core.ppo.state import (
     EpisodeRecord,
     TrainingState,
@@ -24,12 +27,14 @@ from rlhf_core.ppo.state import (
 )
 from rlhf_core.types import Sample
 from tasks.models import with_base
-from tasks.results import PLANNED, RUN, PPORun
+from tasks.results import KEPT, PLANNED, RUN, STOPPED, PPORun
 from tasks.scratch import FAILED_BATCHES, scratch_directory
 
 logger = logging.getLogger(__name__)
 
 STATE, SAMPLES, METRICS = "state.json", "samples.jsonl", "metrics.jsonl"
+BEST = Path("best")
+"""Folder of a state with the best episode's policy so far; one that stays shares its bodies with earlier states."""
 BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what it starts from"
 SHARD_BYTES = 64 << 20
 _HEADER_BYTES = 128
@@ -66,20 +71,24 @@ class StoreKeeper:
 
     def __init__(self, run: PPORun) -> None:
         self._run = run
+        self._open = ExitStack()
+        self._best: Path | None = None
+        """Where the best episode's policy lies; this process ends with the run."""
 
     @cached_property
     def _store(self) -> ArtifactStore:
         return open_default_store(patient=True, in_run=True)  # an actor, in mid-run
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[type[StoreKeeper], tuple[PPORun]]:
         """Leave the open store out of a pickle: a client belongs to one process."""
-        return {"_run": self._run}
+        return StoreKeeper, (self._run,)
 
     def commit_state(self, state: TrainingState, samples: list[Sample]) -> None:
         """Store the state after `state.history[-1]`, then delete all but the newest (RLHF_RETENTION, else two)."""
         files: dict[str, Path | bytes] = {
             STATE: json.dumps(state_to_json(state)).encode(),
             SAMPLES: _jsonl([asdict(sample) for sample in samples]),
+            **_files_in(self._best, under=BEST),
         }
         with scratch_directory(settings().home) as directory:
             self._store.commit(
@@ -121,22 +130,42 @@ class StoreKeeper:
                 for name, tensor in load_file(shard).items()
             }
             facts = json.loads((directory / STATE).read_text())
+            if (directory / BEST).exists():
+                self.keep_best(lambda own: shutil.copytree(directory / BEST, own, dirs_exist_ok=True))
         return state_from_json(facts, tensors, where=f"the training state {manifest.uri}", otherwise=BEGIN_AGAIN)
+
+    def keep_best(self, save: Callable[[Path], object]) -> None:
+        """Keep the policy of the best episode so far, in place of a former one; the next state holds it, too."""
+        with ExitStack() as fresh:
+            directory = fresh.enter_context(scratch_directory(settings().home))
+            save(directory)
+            self._open.close()
+            self._open, self._best = fresh.pop_all(), directory
 
     def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
         """Store the policy under the run's key, with the metrics of every episode and its last samples.
 
-        A policy of fewer episodes than the run has is a night's, whose budget ended: it has a key of its own.
+        It is the best measured episode's, or else the last one's. A policy of fewer episodes than the run has, where
+        nothing has stopped that, is a night's, whose budget ended: it has a key of its own.
         """
-        last, planned = last_state(self._store, self._run), self._run.config.ppo.episodes
-        metrics = run_metrics(history) | self._run.config.ppo.figures
-        if len(history) < planned:
-            metrics |= {PLANNED: planned, RUN: self._run.name}
+        last, config, rows = (
+            last_state(self._store, self._run),
+            self._run.config.ppo,
+            [each.metrics for each in history],
+        )
+        metrics = run_metrics(history) | config.figures
+        best = best_episode(rows)
+        stopped = why_it_stops(rows, config) if len(history) < config.episodes else None
+        if stopped is not None:
+            metrics |= {STOPPED: stopped}
+        elif len(history) < config.episodes:
+            metrics |= {PLANNED: config.episodes, RUN: self._run.name}
+        if best is not None:
+            metrics |= {KEPT: best + 1, DEVELOPMENT: rows[best][DEVELOPMENT]}
         with scratch_directory(settings().home) as directory:
-            save(directory)
-            files: dict[str, Path | bytes] = {
-                str(file.relative_to(directory)): file for file in sorted(directory.rglob("*")) if file.is_file()
-            }
+            if self._best is None:
+                save(directory)
+            files: dict[str, Path | bytes] = _files_in(self._best or directory)
             files[METRICS] = _jsonl([record.as_row() for record in history])
             if last is not None:
                 files[SAMPLES] = self._store.read_bytes(last, SAMPLES)
@@ -144,7 +173,7 @@ class StoreKeeper:
                 "policy",
                 self._run.preset,
                 files,
-                key=self._run.key_of_policy(len(history)),
+                key=self._run.key_of_policy(None if stopped else len(history)),
                 parents=self._parents(),
                 config=self._run.config.model_dump(mode="json"),
                 metrics=metrics,
@@ -168,6 +197,12 @@ class StoreKeeper:
             parents = with_base(parents, self._run.base)
         refs = [ArtifactRef(parent.uri, parent.digest) for parent in parents]
         return refs if self._continued is None else [*refs, self._continued]
+
+
+def _files_in(directory: Path | None, under: Path = Path()) -> dict[str, Path | bytes]:
+    """Return the files of a directory by their paths in it; none where there is none."""
+    found = sorted(directory.rglob("*")) if directory is not None else []
+    return {str(under / file.relative_to(directory)): file for file in found if directory and file.is_file()}
 
 
 def run_metrics(history: tuple[EpisodeRecord, ...]) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.ppo.best import DEVELOPMENT
 from tasks.context import Context, actors_context, materialise
 from tasks.models import load_frozen, load_own, load_reward_model, opened_base, write_base
 from tasks.results import PPORun
@@ -13,10 +15,12 @@ from tasks.results import PPORun
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rlhf_core.data import Problem, PromptTemplate
     from rlhf_core.models.critic import Critic
     from rlhf_core.models.reward_model import RewardModel
     from rlhf_core.ppo.learner import PPOLearner
     from rlhf_core.ppo.ptx import Demonstrations
+    from rlhf_core.rewards.verifying import Judge
     from rlhf_core.rollout.experience import ExperienceMaker
 
 
@@ -88,6 +92,45 @@ class MakerFactory:
             seed=config.seed,
             legacy_form="detached",
         )
+
+
+class Development:
+    """Measures the policy on the dataset's development split: greedy answers, judged as the evaluation's are."""
+
+    def __init__(self, run: PPORun) -> None:
+        self._run = run
+
+    def __call__(self, actor: PreTrainedModel) -> dict[str, float]:
+        """Return what share of the answers is right, or the judging reward model's mean score, and their form.
+
+        Args:
+            actor: with its exact weights.
+        """
+        from rlhf_core.evaluation import evaluate_policy
+
+        config, (template, problems, judge) = self._run.config, self._parts
+        outcomes = evaluate_policy(actor, template, problems, config.evaluation, judge)
+        count, by_model = len(outcomes), config.evaluation.judge == "reward_model"
+        return {
+            DEVELOPMENT: sum(each.score if by_model else each.correct for each in outcomes) / count,
+            f"{DEVELOPMENT}_well_formed": sum(each.well_formed for each in outcomes) / count,
+        }
+
+    @cached_property
+    def _parts(self) -> tuple[PromptTemplate, list[Problem], Judge | RewardModel]:
+        """Build what measuring takes, in the process of the trainer, which ends with the run."""
+        from rlhf_core.data import PromptTemplate, problems_from_jsonl
+        from rlhf_core.models.loading import default_device, load_tokenizer
+        from rlhf_core.rewards.verifying import judge_of
+
+        run, config, context = self._run, self._run.config, actors_context(None)
+        template = PromptTemplate(load_tokenizer(materialise(context, run.actor)), config.template)
+        problems = problems_from_jsonl((materialise(context, run.dataset) / f"{DEVELOPMENT}.jsonl").read_bytes())
+        if config.evaluation.judge == "reward_model":
+            return template, problems, _reward_model(context, run, "float32").to(default_device())
+        judge = judge_of(config, template=template, allowed_modules=context.settings.reward_modules)
+        assert judge is not None  # the evaluation has one
+        return template, problems, judge
 
 
 class PolicySaver:

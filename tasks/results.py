@@ -28,6 +28,8 @@ class Parent(Plain):
 
 PLANNED, RUN = "planned_episodes", "run"
 """Figures of a policy whose night ended before the last episode: how many there will be, and whose states go on."""
+KEPT, STOPPED = "kept_episode", "stopped"
+"""Figures of a policy: the measured episode, from 1, whose weights it has; and why PPO ended before its last one."""
 PAIRS = "pairs.jsonl"
 """The file of preference pairs, of a dataset or of a policy's samples."""
 SHOWN_CONFIDENCE = 0.95
@@ -98,6 +100,8 @@ class EpisodeResult(Plain):
     policy_version: int
     incarnation: str
     row: dict[str, float | int]
+    stops: str | None = None
+    """Why the run ends with it, before its last one."""
 
 
 class Night(Plain):

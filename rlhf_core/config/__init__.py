@@ -14,6 +14,7 @@ from rlhf_core.config.ppo import (
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    StopConfig,
 )
 from rlhf_core.config.strategy import StrategyName, TrainersConfig
 from rlhf_core.config.supervised import RewardModelConfig, SFTConfig
@@ -41,6 +42,7 @@ __all__ = [
     "SamplingConfig",
     "SourceConfig",
     "SplitsConfig",
+    "StopConfig",
     "StrategyName",
     "TemplateConfig",
     "TrainersConfig",

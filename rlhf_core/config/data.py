@@ -74,6 +74,9 @@ class SplitsConfig(Config):
     ppo: int = Field(256, ge=0)
     evaluation: int = Field(100, ge=0)
     """At least two, so that there is an interval."""
+    development: int = Field(0, ge=0)
+    """Held-out problems on which `ppo.evaluate_every` measures; the evaluation has none of them, and fewer prompts for
+    them."""
 
     @model_validator(mode="after")
     def _an_interval(self) -> Self:

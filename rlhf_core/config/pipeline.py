@@ -86,6 +86,15 @@ class PipelineConfig(Config):
         return name
 
     @model_validator(mode="after")
+    def _a_split_to_measure_on(self) -> Self:
+        if self.ppo.evaluate_every and not self.data.splits.development:
+            raise ValueError(
+                f"ppo.evaluate_every is {self.ppo.evaluate_every}, but data.splits.development is 0; give it problems, "
+                "such as 200"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _an_episode_has_enough_prompts(self) -> Self:
         if self.ppo.prompts_per_episode > self.data.splits.ppo > 0:
             raise ValueError(

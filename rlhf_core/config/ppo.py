@@ -246,12 +246,28 @@ class OverlapConfig(Config):
     does so where trainers and makers of a run share one frozen base: with adapters, under plain and ddp."""
 
 
+class StopConfig(Config):
+    """When PPO ends before its last episode; its policy is finished then."""
+
+    kl: float | None = Field(None, gt=0)
+    """Mean KL from the start, in nats per response, above which `episodes` episodes in a row end it."""
+    drift: float | None = Field(None, gt=0)
+    """How far the development figure may fall below its best (share of right answers, or the reward model's standard
+    deviations) for the last `episodes` measurements, while the reward model pays more than it paid then."""
+    episodes: Positive = 2
+    """In a row."""
+
+
 class PPOConfig(RolloutConfig, LearningConfig, AdapterTrainersConfig, OverlapConfig):
     """One PPO run."""
 
     episodes: Positive = 6
     """Rounds of collecting and learning; each commits a training state."""
     prompts_per_episode: Positive = 64
+    evaluate_every: int = Field(0, ge=0)
+    """Episodes from one measurement on the development split to the next; the best measured episode's policy is kept.
+    0 measures nothing, and keeps the last."""
+    stop: StopConfig = StopConfig()
     lr: float = Field(1e-5, gt=0)
     critic_lr: float = Field(1e-4, gt=0)
     warmup_steps: int = Field(2, ge=0)
@@ -284,6 +300,15 @@ class PPOConfig(RolloutConfig, LearningConfig, AdapterTrainersConfig, OverlapCon
             raise ValueError(
                 "ppo.update_lora_weights sends adapters to makers that hold the weights below them: it needs ppo.lora, "
                 "and not ppo.lora.init pissa, which changes those"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _drift_is_seen(self) -> Self:
+        if self.stop.drift is not None and not (self.evaluate_every and self.reward.reward_model):
+            raise ValueError(
+                "ppo.stop.drift compares the reward model with the development split: set ppo.evaluate_every, and "
+                "ppo.reward.reward_model above 0, or leave it out"
             )
         return self
 

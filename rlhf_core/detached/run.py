@@ -28,6 +28,7 @@ from rlhf_core.models.base import check_bases
 from rlhf_core.models.base_on_gpu import Loan, loans_of
 from rlhf_core.models.loading import default_device
 from rlhf_core.phases import reached
+from rlhf_core.ppo.best import best_episode, is_measured, why_it_stops
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
@@ -60,6 +61,8 @@ class TrainerPosition:
     """No maker is given up; one that is being revived comes back by itself."""
     last: EpisodeRecord | None
     """The episode before; None at the start."""
+    stops: str | None = None
+    """Why the run ends here, before its last episode; None if it goes on."""
 
 
 class StateKeeper(Protocol):
@@ -74,8 +77,11 @@ class StateKeeper(Protocol):
     def last_state(self) -> TrainingState | None:
         """Return the last committed state, or None before the first."""
 
+    def keep_best(self, save: Callable[[Path], None]) -> None:
+        """Keep the policy of the best episode so far, in place of a former one; the next state holds it, too."""
+
     def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
-        """Store the finished policy, which `save` writes to a directory as `save_pretrained` does."""
+        """Store the policy of the best episode, or else what `save` writes to a directory as `save_pretrained` does."""
 
     def keep_failed_batch(self, save: Callable[[Path], None]) -> str:
         """Keep a batch that could not be learnt from, which `save` writes to a directory; return where it is."""
@@ -128,6 +134,7 @@ class RunTrainer(GroupMember):
         save_policy: writes the finished policy, which it is given with its exact weights, to a directory.
         peers: names of the other ranks, in their order, looked up in this actor's namespace.
         weights_dtype: what makers are sent weights in; None takes their `rollout_dtype`.
+        measure: returns the policy's figures on the development split; None where nothing is measured.
     """
 
     def __init__(
@@ -141,7 +148,9 @@ class RunTrainer(GroupMember):
         save_policy: Callable[[PreTrainedModel, Path], None],
         peers: Sequence[str] = (),
         weights_dtype: str | None = None,
+        measure: Callable[[PreTrainedModel], Mapping[str, float]] | None = None,
     ) -> None:
+        self._measure = measure
         self._maker_names = tuple(makers)
         self._learner_fn = learner_fn
         self._learner: PPOLearner
@@ -212,6 +221,7 @@ class RunTrainer(GroupMember):
             incarnation=self._incarnation,
             has_all_makers=set(self._rollouts.scheduler.living) == set(self._maker_names),
             last=self._history[-1] if self._history else None,
+            stops=why_it_stops([record.metrics for record in self._history], self._config),
         )
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
@@ -319,6 +329,7 @@ class RunTrainer(GroupMember):
         self.await_commit()  # the one before, unless in lockstep: no third state is in memory
         self._episode.waited_s += time.perf_counter() - started
         _check_bases(self._learner)
+        measured = self._measured(episode)
         with self._peers.taking_part("state"):
             reached("snapshot")
             copied = self._config.max_staleness > 0
@@ -327,7 +338,7 @@ class RunTrainer(GroupMember):
         now = self._episode
         rows, samples = now.collected
         metrics = episode_metrics(samples, now.controls, ALONE) | step_means(steps)
-        metrics |= staleness(rows.policy_version, learnt_at=episode)
+        metrics |= staleness(rows.policy_version, learnt_at=episode) | measured
         figures = self._figures(now.seconds, now.waited_s)
         record = EpisodeRecord(episode, self._loop.episode, self._incarnation, metrics, now.seconds, figures)
         self._history = (*self._history, record)
@@ -337,6 +348,23 @@ class RunTrainer(GroupMember):
         )  # fmt: skip
         self._commit = self._committer.submit(self._keeper.commit_state, state, samples)
         del self._episode  # its rows, before the next ones come
+
+    def _measured(self, episode: int) -> dict[str, float]:
+        """Return the policy's figures on the development split, where they are due; keep it if it is the best so far.
+
+        Makers work on the next episode meanwhile.
+        """
+        if self._measure is None or not is_measured(episode, self._config):
+            return {}
+        self._episode.ends("commit")
+        self._progress = f"episode {ordinal(episode)}: measuring on the development split"
+        with self._peers.taking_part("policy"), self._learner.exact("actor") as actor:
+            figures = dict(self._measure(actor))
+            if best_episode([*(record.metrics for record in self._history), figures]) == episode:
+                self._keeper.keep_best(partial(self._save_policy, actor))
+        give_back()
+        self._episode.ends("measure")
+        return figures
 
     def _send(self, version: int, *, completed: int | None) -> float:
         """Publish the weights as `version`, which makers take before their next chunk; return the seconds waited."""

@@ -8,6 +8,7 @@ from math import isfinite, nan
 from typing import Any
 
 from rlhf_core.functional.intervals import normal_interval, wilson_interval
+from rlhf_core.ppo.best import DEVELOPMENT, best_episode
 from tasks.results import SHOWN_CONFIDENCE
 
 Rows = Sequence[Mapping[str, Any]]
@@ -15,7 +16,7 @@ Ends = tuple[float, float]
 """Of an interval: lower, upper."""
 _UNKNOWN: Ends = (nan, nan)
 _ROUNDING = 1e-6
-PHASES = ("generate", "score", "learn", "synchronise", "commit")
+PHASES = ("generate", "score", "learn", "synchronise", "commit", "measure")
 START, CONSTANT, ZERO = "start, sampled (episode 1)", "best constant answer", "zero"
 LOWEST_EXPLAINED = -1.0  # a new critic's first episode may lie far below and flatten all that follows
 
@@ -62,6 +63,7 @@ def curves(rows: Rows, *, evaluations: Mapping[str, Mapping[str, Any]]) -> list[
     panels = [
         Panel("Score", "mean per response", (_mean(rows, "score"),), _start(rows, "score")),
         *_shares(rows, evaluations),
+        *_development(rows),
         Panel("KL from the start", "nats per response", (_line(rows, "kl"),), (Reference(START, 0.0),)),
         Panel("Length of responses", "tokens", (_line(rows, "length"),), _start(rows, "length")),
         Panel("Entropy", "nats per token", (_line(rows, "entropy"),), _start(rows, "entropy")),
@@ -112,6 +114,15 @@ def _shares(rows: Rows, evaluations: Mapping[str, Mapping[str, Any]]) -> list[Pa
         "well_formed": _levels(evaluations, "well_formed"),
     }
     return [Panel(title, unit, (line,), levels[line.name], floor=0.0, ceiling=1.0) for title, unit, line in panels]
+
+
+def _development(rows: Rows) -> list[Panel]:
+    """Return the panel of the development split, with the kept episode as a level; none where nothing was measured."""
+    best = best_episode(rows)
+    if best is None:
+        return []
+    kept = Reference(f"kept: episode {best + 1}", float(rows[best][DEVELOPMENT]))
+    return [Panel("Development split", "right, or the judge's score", (_line(rows, DEVELOPMENT),), (kept,))]
 
 
 def _constant(evaluations: Mapping[str, Mapping[str, Any]]) -> tuple[Reference, ...]:

@@ -15,14 +15,16 @@ from rlhf_core.counting import counted, ordinal
 from rlhf_core.escaping import code, prose, table
 from rlhf_core.functional.curves import Fall
 from rlhf_core.gating.conditions import Condition
+from rlhf_core.ppo.best import DEVELOPMENT, best_episode
 from rlhf_core.ppo.former_names import current_names
 from tasks.progress import duration
 from tasks.report.facts import Facts, judged_by_model
-from tasks.results import PLANNED, SHOWN_CONFIDENCE, StageResult
+from tasks.results import KEPT, PLANNED, SHOWN_CONFIDENCE, STOPPED, StageResult
 
 Metrics = Mapping[str, Any]
 INTERVAL = f"[{SHOWN_CONFIDENCE:.0%} interval]"
 EPISODE_TABLES = (
+    {DEVELOPMENT: "development split", f"{DEVELOPMENT}_well_formed": "well formed there"},
     {
         "score": "score",
         "verifier": "verifier's score",
@@ -149,13 +151,15 @@ def episode_tables(episodes: Sequence[Metrics]) -> str:
     if not any(row.get("abstained") for row in episodes):
         unknown = unknown | {"abstained"}
     shown, parts = _evenly(episodes), []
+    best = best_episode(episodes)
+    kept = None if best is None else episodes[best]
     for columns in EPISODE_TABLES:
         known = {
             name: each
             for name, each in columns.items()
             if name not in unknown and any(number(row, name) for row in shown)
         }
-        rows = [[str(ordinal(row["episode"])), *(number(row, name) for name in known)] for row in shown]
+        rows = [[_named(row, is_kept=row is kept), *(number(row, name) for name in known)] for row in shown]
         if known:
             parts.append(table(["episode", *known.values()], rows))
     if failed := _failed_calls(episodes):
@@ -172,6 +176,10 @@ def _failed_calls(episodes: Sequence[Metrics]) -> str:
         found.update({name: round(value) for name, value in row.items() if name.startswith("failed/")})
     named = ((name.removeprefix("failed/").rpartition("/"), count) for name, count in found.most_common())
     return ", ".join(f"{prose(source)} {prose(kind.replace('_', ' '))} {count}" for (source, _, kind), count in named)
+
+
+def _named(row: Metrics, *, is_kept: bool) -> str:
+    return f"{ordinal(row['episode'])}{' (kept)' if is_kept else ''}"
 
 
 def time_table(facts: Facts) -> str:
@@ -251,8 +259,17 @@ def _ppo_figures(metrics: Metrics, episodes: Sequence[Metrics]) -> list[str]:
 
 
 def _episodes(metrics: Metrics) -> str:
-    done = counted(metrics["episodes"], "episode")
-    return f"{done} of {metrics[PLANNED]}, as a night's budget ended" if PLANNED in metrics else done
+    told = counted(metrics["episodes"], "episode")
+    if PLANNED in metrics:
+        told += f" of {metrics[PLANNED]}, as a night's budget ended"
+    if STOPPED in metrics:
+        told += f", stopped: {prose(str(metrics[STOPPED]))}"
+    if KEPT in metrics:
+        told += (
+            f", episode {metrics[KEPT]} of {metrics['episodes']} kept ({metrics[DEVELOPMENT]:.3f} on the development "
+        )
+        told += "split)"
+    return told
 
 
 def _trainers(metrics: Metrics) -> str:

@@ -20,7 +20,7 @@ from tasks.clusters import end_cluster
 from tasks.context import open_context
 from tasks.failures import passes
 from tasks.ppo import finished_policy, next_episode, ppo_episode, publish_policy
-from tasks.ppo_group import trainer_for
+from tasks.ppo_group import TRAINER, trainer_for
 from tasks.results import EpisodeResult, Parent
 from tests.integration.ppo_runs import TINY_RUN, Run, act_when, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
@@ -125,7 +125,7 @@ def test_a_run_that_a_nights_budget_ended_goes_on_the_next_night_to_the_same_bit
     assert undisturbed, "the undisturbed run comes first"
     run.begin()
     ppo_episode.fn(run.plan, 0)
-    made = publish_policy.fn(run.plan, 1)  # waits for the commit
+    made = publish_policy.fn(run.plan, 1, is_over=False)  # waits for the commit
     assert (made.metrics["episodes"], made.metrics["planned_episodes"]) == (1, EPISODES)
     assert [manifest.version for manifest in run.store.list("ppo-state", run.plan.name)] == [1]
     end_cluster(run.plan.name)
@@ -136,3 +136,30 @@ def test_a_run_that_a_nights_budget_ended_goes_on_the_next_night_to_the_same_bit
     (first, last) = run.store.list("policy", run.plan.preset)
     assert first.uri == made.uri
     assert (last.metrics["episodes"], "planned_episodes" in last.metrics) == (EPISODES, False)
+
+
+def test_the_best_episode_is_kept_and_found_again_after_a_kill(run: Run) -> None:
+    ppo = run.config.ppo.model_copy(update={"evaluate_every": 1})
+    splits = run.config.data.splits.model_copy(update={"development": 8})
+    data = run.config.data.model_copy(update={"splits": splits})
+    former = run.config
+    end_cluster(run.plan.name)
+    run.config = run.config.model_copy(update={"ppo": ppo, "data": data})
+    try:
+        outcomes = []
+        for kills in (False, True):
+            run.begin()
+            for episode in range(EPISODES):
+                ppo_episode.fn(run.plan, episode)
+                if kills and episode == 1:
+                    run.kill(TRAINER)
+            publish_policy.fn(run.plan)
+            done = finished_policy(run.plan, reused=True)
+            assert done is not None
+            figures = [row["development"] for row in run.numbers()]
+            assert done.metrics["kept_episode"] == 1 + figures.index(max(figures))
+            outcomes.append((run.numbers(), run.weights(), done.metrics["kept_episode"]))
+            end_cluster(run.plan.name)
+        assert outcomes[0] == outcomes[1]
+    finally:
+        run.config = former

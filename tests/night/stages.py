@@ -190,7 +190,7 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     return EpisodeResult(run=run.name, episode=episode, policy_version=episode + 1, incarnation="stub", row={})
 
 
-def publish_policy(run: PPORun, _: int | None = None) -> StageResult:
+def publish_policy(run: PPORun, _: int | None = None, *, is_over: bool = True) -> StageResult:  # noqa: ARG001
     """Store a policy that is better than its SFT model, or worse, as the data say."""
     work = Work(run.config, "ppo")
     gain = work.context.store.read_json(work.manifest(run.dataset), PROMPTS)["gain"]

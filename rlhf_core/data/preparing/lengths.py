@@ -203,7 +203,7 @@ def limit_of(split: str, config: PipelineConfig) -> Limit | None:
             "preference pairs (prompt and longer response)", "reward_model.max_length", config.reward_model.max_length
         ),
     }
-    return limits.get(split)
+    return limits.get("evaluation" if split == "development" else split)
 
 
 def counted_tokens(split: str, lengths: Lengths | PairLengths) -> int:

@@ -22,6 +22,7 @@ from rlhf_core.data.preparing.report import (
 )
 from rlhf_core.data.preparing.requirements import VerifierCheck, ask_verifier
 from rlhf_core.data.preparing.splits import (
+    DEVELOPMENT,
     EVALUATION,
     SPLITS,
     TASK,
@@ -29,6 +30,7 @@ from rlhf_core.data.preparing.splits import (
     Sides,
     choose_pools,
     file_pool,
+    for_development,
     in_hash_order,
     next_window,
     place_of,
@@ -125,7 +127,8 @@ class Prepared:
     """What the stages learn from and are measured on."""
 
     splits: dict[str, list[Problem]]
-    """Under "sft", "preferences", "ppo" and "evaluation"; no prompt is in two of them."""
+    """Under "sft", "preferences", "ppo" and "evaluation", and "development" where one is asked for; no prompt is in two
+    of them."""
     pairs: tuple[PreferencePair, ...] | None
     """Preference pairs, none of a prompt that is in a split; None where none were given."""
     report: DataReport
@@ -191,23 +194,25 @@ def prepare(
     refuse_overlap(list(pools.values()), {name: _uses(name, splits) for name, splits in uses.items()})
     usable = {name: _usable(pool, uses[name], fitting, config.seed, last) for name, pool in pools.items() if uses[name]}
     parts = {name: sides.parted(pool) for name, pool in usable.items()}
+    heldout = parts[pool_of[EVALUATION]]
+    development, heldout[EVALUATION] = for_development(heldout[EVALUATION], config.data.splits)
     supplies = [_supply(pool, uses[name], parts[name], sides, "preferences" in sets) for name, pool in usable.items()]
     settled = settle(asked, supplies, reads=reads)
     if settled is None:
         left_out = "; ".join(f"{each.longer} are left out by {each.key} = {each.limit}" for each in fitting.left_out)
         raise TooFewRowsError(shortage(asked, supplies, reads) + (f" ({left_out})" if left_out else ""))
-    filled = SplitsConfig(**{split: settled.values[split_key(split)] for split in SPLITS})
+    filled = SplitsConfig(
+        **{split: settled.values[split_key(split)] for split in SPLITS}, development=config.data.splits.development
+    )
     splits = {
         split: parts[pool_of[split]][split][: getattr(filled, split)] if split in pool_of else [] for split in SPLITS
     }
     waiting = frozenset(
         row.key for split, name in pool_of.items() for row in parts[name][split][getattr(filled, split) :]
     )
-    heldout = parts[pool_of[EVALUATION]][EVALUATION]
-    until = after
-    if after is not None and filled.evaluation:
-        splits[EVALUATION] = next_window(heldout, filled.evaluation, after)
-        until = place_of(splits[EVALUATION][-1])
+    if config.data.splits.development:
+        splits[DEVELOPMENT] = development
+    splits[EVALUATION], until = _asked_tonight(heldout[EVALUATION], filled.evaluation, after)
     faults = [Fault(each, settled.instead) for each in settled.complaints]
     if sizes is None:
         refuse_together(faults, TooFewRowsError)
@@ -219,6 +224,7 @@ def prepare(
     verifier_check = None
     if meter is not None:
         verifier_check = ask_verifier(splits, config, meter.template, allowed_modules=allowed_modules)
+    pool_of |= {DEVELOPMENT: pool_of[EVALUATION]} if development else {}
     origins = {split: f"{pools[name]}{_held_out(parts[name], uses[name])}" for split, name in pool_of.items()}
     if "preferences" in sets:
         out = _held_out({EVALUATION: [side for side in served if side == EVALUATION]}, uses["preferences"])
@@ -226,7 +232,17 @@ def prepare(
     described, exceeding = _describe(config, splits, pairs, origins, meter)
     too_long = (*fitting.left_out, *exceeding)
     report = _report(config, sets, described, too_long, verifier_check, findings)
-    return Prepared(splits, pairs, report, filled, tuple(faults), settled.for_all, len(heldout), until, waiting)
+    return Prepared(
+        splits, pairs, report, filled, tuple(faults), settled.for_all, len(heldout[EVALUATION]), until, waiting
+    )
+
+
+def _asked_tonight(heldout: Sequence[Problem], size: int, after: str | None) -> tuple[list[Problem], str | None]:
+    """Return the problems of the evaluation, and where they end if they rotate."""
+    if after is None or size == 0:
+        return list(heldout[:size]), after
+    window = next_window(heldout, size, after)
+    return window, place_of(window[-1])
 
 
 def draw_task(
@@ -251,6 +267,8 @@ def draw_task(
     wanted = {split: getattr(data.splits, split) for split in splits if sides.part_of(TASK, split)}
     if data.rotate_evaluation and EVALUATION in wanted:
         wanted[EVALUATION] *= TASK_NIGHTS
+    if EVALUATION in wanted:
+        wanted[EVALUATION] += data.splits.development
     expected = max((size / sides.part_of(TASK, split) for split, size in wanted.items()), default=0)
     count, most = math.ceil(MARGIN * expected), MOST * expected
     while True:

@@ -25,6 +25,7 @@ NAMES = {
     "preferences": "prompts to sample pairs for",
     "ppo": "PPO",
     "evaluation": "held out",
+    "development": "held out for development",
     "pairs": "preference pairs",
 }
 SAMPLED = 3

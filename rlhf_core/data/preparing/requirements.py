@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.data.preferences import split_pairs
 from rlhf_core.data.preparing.lengths import PAIRS, TooLong, too_long
+from rlhf_core.data.preparing.splits import DEVELOPMENT
 from rlhf_core.data.problems import has_response_to_learn, response_to_learn
 from rlhf_core.data.reading.rows import demonstrated, is_demonstrated
 from rlhf_core.errors import DataError, Fault, refuse_together
@@ -86,9 +87,11 @@ def refuse_unfit(
         and not _wants_reward_model(config)
     ):
         faults += _nothing_to_rank(splits.get("preferences", ()))  # nor could one be trained, if it were asked for
-    for split in ("sft", "ppo", "evaluation"):
-        if split in reads:
-            faults += _longer(too_long(split, meter.problems(splits[split]), config, dropped=False), meter)
+    measured = {DEVELOPMENT} if "ppo" in reads and config.ppo.evaluate_every else set()
+    faults += [fault for split in measured for fault in _empty(split, splits.get(split, ()))]
+    for split in ("sft", "ppo", "evaluation", DEVELOPMENT):
+        if split in {*reads, *measured}:
+            faults += _longer(too_long(split, meter.problems(splits.get(split, ())), config, dropped=False), meter)
     refuse_together(faults, DataError)
 
 

@@ -21,12 +21,12 @@ from rlhf_core.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from rlhf_core.config import DataConfig
+    from rlhf_core.config import DataConfig, SplitsConfig
     from rlhf_core.data.reading import ReadSet
 
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
 TASK = "task"
-EVALUATION = "evaluation"
+EVALUATION, DEVELOPMENT = "evaluation", "development"
 # the order in which the sides lie in the hash's range, evaluation first
 SIDES = (EVALUATION, PAIRS, "preferences", "sft", "ppo")
 SHOWN_PROMPT = 60
@@ -146,7 +146,7 @@ class Sides:
             return EVALUATION
         if is_held_out(key, self.heldout):
             return EVALUATION
-        place = _place(key)
+        place = _place("side", key)
         found, shares = None, self.shares[pool]
         left = (place - self.heldout) / (1 - self.heldout) * sum(shares.values())
         for name, share in shares.items():
@@ -179,12 +179,24 @@ def is_held_out(key: str, share: float) -> bool:
         key: the prompt's.
         share: that is held out, from 0 to 1.
     """
-    return _place(key) < share
+    return _place("side", key) < share
 
 
-def _place(key: str) -> float:
-    """Return where a prompt lies in [0, 1), whatever else there is."""
-    return int.from_bytes(_hash("side", key)[:8], "big") / 2**64
+def for_development(problems: Sequence[Problem], sizes: SplitsConfig) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems on the side of the evaluation in two parts: the development split's, and the others.
+
+    A prompt's own hash decides, in proportion to the two sizes, so that none of them moves as long as those stay.
+
+    Args:
+        problems: in the order in which they are drawn.
+        sizes: of both splits.
+    """
+    if not sizes.development:
+        return [], list(problems)
+    share = sizes.development / (sizes.development + sizes.evaluation)
+    chosen = {each.key for each in problems if _place(DEVELOPMENT, each.key) < share}
+    parts = [[each for each in problems if (each.key in chosen) is is_chosen] for is_chosen in (True, False)]
+    return parts[0][: sizes.development], parts[1]
 
 
 def in_hash_order(problems: Iterable[Problem], seed: int) -> list[Problem]:
@@ -215,6 +227,11 @@ def next_window(problems: Iterable[Problem], size: int, after: str) -> list[Prob
 def place_of(problem: Problem) -> str:
     """Return where a problem stands in the order of `next_window`."""
     return _hash("rotation", problem.key).hex()
+
+
+def _place(*words: str) -> float:
+    """Return where in [0, 1) a hash lies."""
+    return int.from_bytes(_hash(*words)[:8], "big") / 2**64
 
 
 def _hash(*words: str) -> bytes:

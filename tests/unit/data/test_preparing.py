@@ -67,6 +67,34 @@ def test_the_evaluation_split_stays_when_another_one_grows(data: dict[str, objec
     assert len(after["ppo"]) == 60
 
 
+@pytest.mark.parametrize("data", [{"problems": "p.jsonl"}, {"task": "number_sorting", "task_parameters": SORTING}])
+def test_a_development_split_takes_of_what_is_held_out_and_moves_nothing_that_is_learnt(
+    data: dict[str, object],
+) -> None:
+    sets = {"problems": read(problems(400))} if "problems" in data else {}
+    without = prepare(config({**data, "splits": {**SIZES, "evaluation": 400}}), sets, meter=None).splits
+    splits = {**SIZES, "evaluation": 10, "development": 5}
+    made = prepare(config({**data, "splits": splits}), sets, meter=None)
+    assert_apart(made)
+    assert 2 <= len(made.splits["development"]) <= 5
+    assert len(made.splits["evaluation"]) == 10
+    held_out = {problem.key for problem in without["evaluation"]}
+    assert {problem.key for name in ("development", "evaluation") for problem in made.splits[name]} <= held_out
+    for name in ("sft", "preferences", "ppo"):
+        assert made.splits[name] == without[name]
+    again = prepare(config({**data, "splits": splits}), sets, meter=None)
+    assert again.splits == made.splits
+
+
+def test_an_evaluation_set_of_its_own_gives_the_development_split_too() -> None:
+    data = {"problems": "p.jsonl", "evaluation": "e.jsonl", "splits": {**SIZES, "development": 20, "evaluation": 20}}
+    own = [Problem(f"Held out {n}?", "1") for n in range(60)]
+    made = prepare(config(data), {"problems": read(problems(60)), "evaluation": read(own)}, meter=None)
+    assert_apart(made)
+    assert sizes(made)["development"] == sizes(made)["evaluation"] == 20
+    assert set(made.splits["development"]) < set(own)
+
+
 def test_demonstrations_are_what_sft_learns_where_there_are_some() -> None:
     sets = {"problems": read(problems(40)), "demonstrations": read(demonstrations(10))}
     made = prepare(config({"problems": "p", "demonstrations": "d"}), sets, meter=None)

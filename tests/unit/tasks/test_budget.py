@@ -165,7 +165,7 @@ def test_the_policy_of_a_night_is_its_own_and_the_finished_one_is_found_by_the_r
 
     StoreKeeper(run()).commit_policy(save, history=history(3))
     assert finished_policy(run(), reused=True) is None
-    made = publish_policy.fn(run(), 3)  # asked again: no cluster is started
+    made = publish_policy.fn(run(), 3, is_over=False)  # asked again: no cluster is started
     assert (made.uri, made.metrics["episodes"], made.metrics["planned_episodes"]) == ("policy/p@1", 3, 10)
     assert next_episode(run()) == 3  # its states stay
     commit(10)

@@ -279,7 +279,7 @@ def test_a_first_run_on_300_rows_of_ones_own_begins(
     lengths = {"evaluation.max_new_tokens": 40, "template": {"prompt": CHATML}}
     path = write(tmp_path / "mine.jsonl", rows)
     first = begun(preset, model, path, **lengths, **overrides)
-    assert first.data.splits.model_dump() == sizes
+    assert first.data.splits.model_dump() == {**sizes, "development": 0}
     assert f"data.splits.ppo {sizes['ppo']} (not " in caplog.text
     again = begun(preset, model, path, **lengths, **overrides)
     assert again == first
@@ -426,7 +426,8 @@ def test_a_stage_alone_takes_every_row_and_minds_no_key_of_ppo(model: Path, tmp_
     asked = {**every, "data.splits.sft": 300, "ppo.train_batch_size": 48, "ppo.prompts_per_episode": 64}
     bare = {"template": {"prompt": CHATML}, "evaluation.max_new_tokens": 40}
     alone = begun("quickstart", model, path, ("sft",), **asked, **bare)
-    assert alone.data.splits.model_dump() == {"sft": 300, "preferences": 0, "ppo": 0, "evaluation": 0}
+    splits = {"sft": 300, "preferences": 0, "ppo": 0, "evaluation": 0, "development": 0}
+    assert alone.data.splits.model_dump() == splits
     assert begun("quickstart", model, path, ("sft",), **asked, **bare).data == alone.data
     with pytest.raises(DataError, match=r"evaluation may have 0 \(needs 2\).*raise data\.heldout_fraction \(0\)"):
         begun("quickstart", model, path, **asked, **bare)

@@ -213,3 +213,10 @@ def test_a_reward_model_shows_its_calibration_and_scores_with_or_without_its_ste
     assert newer is not None
     assert axes_of(newer)["Right in training"].get_ylabel() == "share of a batch's pairs"
     assert draw_reward_model([], {}) is None
+
+
+def test_the_development_split_has_a_panel_whose_level_is_the_kept_episode() -> None:
+    rows = [episode(0), episode(1, development=0.75), episode(2, development=0.5)]
+    panel = next(each for each in curves(rows, evaluations={}) if each.title == "Development split")
+    assert [str(value) for value in panel.lines[0].values] == ["nan", "0.75", "0.5"]
+    assert [(each.name, each.value) for each in panel.references] == [("kept: episode 2", 0.75)]

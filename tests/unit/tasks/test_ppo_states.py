@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +30,7 @@ from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.types import EpisodeControls, Sample
 from tasks import ppo_keeper
-from tasks.ppo import delete_states, next_episode, ppo_episode, publish_policy
+from tasks.ppo import delete_states, ends_before, finished_policy, next_episode, ppo_episode, publish_policy
 from tasks.ppo_keeper import StoreKeeper
 from tasks.results import Parent, PPORun
 from tests.unit.ppo.test_learner import learner
@@ -270,6 +271,60 @@ def test_states_go_when_the_policy_is_stored_unless_the_settings_keep_them(
                 go_on()
         assert ppo_episode.fn(run(), 9) is None  # of a second flow run, which waited for the cluster of the first
         assert next_episode(run(name="p-bbbbbbbbbbbb", continues=run().name)) == 0
+
+
+def test_the_best_episodes_policy_survives_in_every_state_and_is_what_is_stored(store: ArtifactStore) -> None:
+    figures = [0.5, 0.75, 0.25]
+    history = tuple(
+        EpisodeRecord(at, at + 1, "a", {"score": 0.5, "development": figure}, {"learn": 2.0})
+        for at, figure in enumerate(figures)
+    )
+    keeper = StoreKeeper(run())
+
+    def write(text: bytes) -> Any:
+        def save(directory: Path) -> None:
+            (directory / "tokens").mkdir()
+            (directory / "tokens" / "t.json").write_bytes(b"t")
+            (directory / "model.safetensors").write_bytes(text)
+
+        return save
+
+    for at in range(3):
+        if at < 2:
+            keeper.keep_best(write(b"weights of episode %d" % (at + 1)))
+        position = Position(at + 1, 0, 1)
+        tensors = {"w": torch.tensor([float(at)])}
+        keeper.commit_state(TrainingState(position, {"steps": 1}, None, tensors, history=history[: at + 1]), [])
+    assert [manifest.version for manifest in store.list("ppo-state")] == [2, 3]
+    again = pickle.loads(pickle.dumps(StoreKeeper(run())))
+    state = again.last_state()  # another process
+    assert state is not None
+    assert state.tensors["w"].tolist() == [2.0]
+    again.commit_policy(write(b"weights of the last episode"), history=history)
+    policy = store.resolve("policy/p")
+    assert store.read_bytes(policy, "model.safetensors") == b"weights of episode 2"
+    assert store.read_bytes(policy, "tokens/t.json") == b"t"
+    kept = {name: policy.metrics[name] for name in ("kept_episode", "development", "episodes", "planned_episodes")}
+    assert kept == {"kept_episode": 2, "development": 0.75, "episodes": 3, "planned_episodes": 10}
+
+
+def test_a_run_that_stops_early_is_finished_and_its_restart_decides_the_same(store: ArtifactStore) -> None:
+    config = {**CONFIG, "ppo": {**CONFIG["ppo"], "stop": {"kl": 0.5, "episodes": 1}}}
+    stopping = run(config=config)
+    history = tuple(EpisodeRecord(at, at + 1, "a", {"kl": 0.4 * at}, {"learn": 2.0}) for at in range(3))
+    keeper = StoreKeeper(stopping)
+    keeper.commit_state(TrainingState(Position(2, 0, 1), {}, None, {"w": torch.ones(1)}, history=history[:2]), [])
+    assert ends_before(stopping, 2, None) is None  # KL is 0.4
+    keeper.commit_state(TrainingState(Position(3, 0, 1), {}, None, {"w": torch.ones(1)}, history=history), [])
+    ended = ends_before(stopping, 3, None)
+    assert ended is not None
+    assert ended == ("PPO stops after 3 episodes: KL was 0.800 nats in the last episodes, above ppo.stop.kl 0.5", True)
+    keeper.commit_policy(lambda directory: (directory / "w").write_bytes(b"w"), history=history)
+    done = publish_policy.fn(stopping, 3)
+    assert (done.metrics["stopped"], "planned_episodes" in done.metrics) == (ended.why.partition(": ")[2], False)
+    assert finished_policy(stopping, reused=True) is not None
+    delete_states(stopping)
+    assert [manifest.version for manifest in store.list("ppo-state")] == [4]
 
 
 @pytest.mark.usefixtures("store")

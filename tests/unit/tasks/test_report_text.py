@@ -332,3 +332,16 @@ def test_the_gates_conditions_are_a_table_with_figure_threshold_and_outcome_and_
     assert "<a " not in html
     assert "<td>not measured</td>" in html
     assert "condition" not in report_text(facts(), {})
+
+
+def test_the_kept_episode_is_marked_and_told() -> None:
+    rows = [{"episode": at, "score": 0.5, "development": figure} for at, figure in enumerate((0.5, 0.75, 0.25))]
+    lines = episode_tables(rows).splitlines()
+    assert lines[0] == "| episode | development split |"
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| 1", "| 2 (kept)", "| 3"]
+    metrics = {"episodes": 3, "planned_episodes": 6, "kept_episode": 2, "development": 0.75, "stopped": "KL | was high"}
+    told = stage_figures(
+        StageResult(stage="ppo", uri="policy/a@1", digest="", reused=False, seconds=1, metrics=metrics)
+    )
+    assert "3 episodes of 6, as a night's budget ended, stopped: KL" in told
+    assert "episode 2 of 3 kept (0.750 on the development split)" in told

@@ -27,7 +27,7 @@ _BANDS, _PER_BAND = 20, 3
 _FEW = 12
 """Words of a text that is short."""
 _COMPARED = 16
-"""Rows of one band that a row is compared with, so that a common text costs no more than its share."""
+"""Rows that a band keeps, and that a row is compared with, so that a common text costs no more than its share."""
 SAME, SAME_PART = 0.8, 0.6
 """Shares of words that two rows must have in common, in all and in each text."""
 _LONGEST = 2000
@@ -94,9 +94,9 @@ class _Index:
                 self._known[band].append(place)
 
     def find(self, place: int, bands: Sequence[bytes]) -> int | None:
-        """Return the first place whose text is nearly the same."""
-        near = {each for band in bands for each in self._known.get(band, ())}
-        return next((each for each in sorted(near) if self._is_same(each, place)), None)
+        """Return a place whose text is nearly the same, among those that share most bands."""
+        near = Counter(each for band in bands for each in self._known.get(band, ()))
+        return next((each for each, _ in near.most_common(_COMPARED) if self._is_same(each, place)), None)
 
 
 def _parts(row: LintRow) -> tuple[str, ...]:
@@ -116,9 +116,11 @@ def _alike(ours: tuple[str, ...], theirs: tuple[str, ...]) -> bool:
     for one, other in zip(ours, theirs, strict=True):
         if one != other and 2 * min(len(one), len(other)) < _SAME_LENGTH * (len(one) + len(other)):
             return False
+        if _DIGITS.findall(one) != _DIGITS.findall(other):
+            return False
         words, others = Counter(words_of(one)), Counter(words_of(other))
         both, sizes = (words & others).total(), words.total() + others.total()
-        if 2 * both < SAME_PART * sizes or _DIGITS.findall(one) != _DIGITS.findall(other):
+        if 2 * both < SAME_PART * sizes:
             return False
         shared, total = shared + 2 * both, total + sizes
     return shared >= SAME * total

@@ -5,7 +5,7 @@ export PYTHON
 # Hundreds of processes import the same packages: without bytecode on disk each compiles them anew, which doubles its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-fast test-parallel test-s3 test-clusters test-stack test-night test-outages chaos test-gpu check fmt lint types bench bench-gpu
+.PHONY: setup run test test-fast test-parallel test-s3 test-clusters test-stack test-night test-growth test-outages chaos test-gpu check fmt lint types bench bench-gpu
 
 setup:  ## make .venv hold what the lock files name
 	@sh infra/setup.sh
@@ -36,7 +36,11 @@ test-stack: setup  ## the local stack in full: passwords, another user's tries, 
 	@$(BIN)/python -m pytest tests/integration -m "stack and not outages" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-night: setup  ## a year in small: 300 nights, every service and every stage struck, with a table; and what each safeguard is for
-	@$(BIN)/python -m pytest tests/night -m night -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rP $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/night --ignore tests/night/test_growth.py -m night -n 2 --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 0 -rP $(PYTEST_ARGS)
+
+test-growth: setup  ## what 300 nights in a row leave in RLHF_HOME
+	@$(BIN)/python -m pytest tests/night/test_growth.py -m night $(PYTEST_ARGS)
 
 test-outages: setup  ## runs whose server or store is away, or whose machine sleeps, for minutes, in every stage
 	@$(BIN)/python -m pytest tests/integration -m outages $(PYTEST_ARGS)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from rlhf_core.config import ConditionsConfig
 from rlhf_core.evaluation import Outcome
 from rlhf_core.forgetting.measures import TEXT, Measure
-from rlhf_core.gating.chance import sign_test
+from rlhf_core.gating import sign_test
 from rlhf_core.gating.conditions import Compared, Known, side_conditions
 
 PROBLEMS, CATEGORIES, PASSAGES, ITEMS = 400, 8, 24, 100

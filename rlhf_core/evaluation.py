@@ -225,10 +225,12 @@ def check_judged(outcomes: Sequence[Outcome], *, judge: str, most: float, what: 
         DataError: if more have none, or fewer than two have one.
     """
     failures = [{judge: outcome.failure} for outcome in outcomes if outcome.failure]
-    enough = len(outcomes) - len(failures) >= FEWEST_JUDGED
-    check_share(
-        failures, abstained=len(failures), of=len(outcomes), most=most if enough else 0.0, what=what, error=DataError
-    )
+    check_share(failures, abstained=len(failures), of=len(outcomes), most=most, what=what, error=DataError)
+    if len(outcomes) - len(failures) < FEWEST_JUDGED:
+        raise DataError(
+            f"{len(failures)} of {len(outcomes)} {what} could not be judged, and figures need {FEWEST_JUDGED} that "
+            f"could; repair the judge {judge}, or raise data.splits.evaluation"
+        )
 
 
 def evaluation_metrics(outcomes: Sequence[Outcome], judge: str, confidence: float) -> dict[str, Any]:

@@ -206,13 +206,12 @@ def _files_in(directory: Path | None, under: Path = Path()) -> dict[str, Path | 
 
 
 def run_metrics(history: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
-    """Return a run's figures: those of its first and last episode, and its time by phase."""
+    """Return a run's figures: those of its first and last episode, of the kept one, and its time by phase."""
     phases = sorted({phase for record in history for phase in record.seconds})
     times = {f"seconds_{phase}": sum(record.seconds[phase] for record in history) for phase in phases}
-    first, last = history[0].metrics, history[-1].metrics
-    figures = {
-        f"{end}_{name}": metrics[name] for end, metrics in (("first", first), ("last", last)) for name in metrics
-    }
+    best = best_episode([record.metrics for record in history])
+    named = {"first": history[0], "last": history[-1], **({} if best is None else {"kept": history[best]})}
+    figures = {f"{which}_{name}": value for which, record in named.items() for name, value in record.metrics.items()}
     return {
         "episodes": len(history),
         "incarnations": len({record.incarnation for record in history}),

@@ -106,10 +106,17 @@ class Development:
         Args:
             actor: with its exact weights.
         """
-        from rlhf_core.evaluation import evaluate_policy
+        from rlhf_core.evaluation import check_judged, evaluate_policy, judged
 
         config, (template, problems, judge) = self._run.config, self._parts
         outcomes = evaluate_policy(actor, template, problems, config.evaluation, judge)
+        check_judged(
+            outcomes,
+            judge=config.evaluation.judge,
+            most=config.ppo.max_abstained,
+            what="answers of the development split",
+        )
+        outcomes = judged(outcomes)
         count, by_model = len(outcomes), config.evaluation.judge == "reward_model"
         return {
             DEVELOPMENT: sum(each.score if by_model else each.correct for each in outcomes) / count,

@@ -69,8 +69,8 @@ def _decide(context: Context, config: PipelineConfig, evaluations: dict[str, Sta
     nights = config.gate.challenger_nights if config.data.rotate_evaluation else 1
     level = level_of_each(spend(context, policy, config.gate), nights)
     holds = conditions_of(config, evaluations, incumbent, candidate)
-    tonight = _Case.of(context, config, [_night(candidate, incumbent)], _policy(candidate), level, holds)
-    waiting = _waiting(context, config, evaluations, incumbent)
+    tonight = _Case.of(context, config, [_night(candidate, incumbent)], _policy(candidate), level, nights, holds)
+    waiting, ended = _waiting(context, config, evaluations, incumbent)
     # of scores, the wins are by more than the least gain already
     min_gain = 0.0 if _by_score(candidate) else config.gate.min_gain
     verdict = judge(tonight.contender, waiting and waiting.contender, min_gain=min_gain)
@@ -82,7 +82,7 @@ def _decide(context: Context, config: PipelineConfig, evaluations: dict[str, Sta
     for name, other in cases.items():
         if name != first:
             told += f"; the {name} {other.policy.uri}: {other.told(p[name])}"
-    challenge = _challenge(verdict, tonight, waiting, against=_policy(incumbent).digest)
+    challenge = _challenge(verdict, tonight, waiting, against=_policy(incumbent).digest) or ended
     return Decision(
         promote=verdict.promoted is not None,
         reason=told + _outcome(config, verdict, challenge),
@@ -151,6 +151,8 @@ class _Case(NamedTuple):
     contender: Contender
     interval: Interval
     unit: str
+    most_nights: int
+    """On which it may be tested."""
     conditions: tuple[Condition, ...]
     """Beside the gain, by tonight's evaluation."""
 
@@ -162,6 +164,7 @@ class _Case(NamedTuple):
         nights: list[Night],
         policy: Parent,
         level: float,
+        most_nights: int,
         conditions: tuple[Condition, ...],
     ) -> _Case:
         """Return the case of a policy over several nights' problems, each once, if it was judged for both.
@@ -196,11 +199,11 @@ class _Case(NamedTuple):
             level=level,
             nights=len(nights),
             new=new if config.data.rotate_evaluation else 0,
-            most_nights=config.gate.challenger_nights,
+            most_nights=most_nights,
             is_better=is_better and not broken_in_words(conditions),
         )
         unit = "standard deviations of the reward model's score" if by_score else "right"
-        return cls(policy, tuple(nights), contender, interval, unit, conditions)
+        return cls(policy, tuple(nights), contender, interval, unit, most_nights, conditions)
 
     def told(self, p: float | None) -> str:
         """Return its figures in words."""
@@ -215,27 +218,41 @@ class _Case(NamedTuple):
         )
 
 
+class _Waiting(NamedTuple):
+    """The challenger that was evaluated tonight."""
+
+    case: _Case | None = None
+    """None if there is none, or it can be compared no longer."""
+    ended: Challenge | None = None
+    """Its challenge, if it can be compared no longer."""
+
+
 def _waiting(
     context: Context, config: PipelineConfig, evaluations: dict[str, StageResult], incumbent: StageResult
-) -> _Case | None:
-    """Return the case of the challenger that was evaluated tonight; None if there is none, or its record is gone."""
+) -> _Waiting:
     asked = evaluations.get(CHALLENGER)
     if asked is None:
-        return None
+        return _Waiting()
     name = context.store.resolve(str(asked.metrics["policy"])).name
     found = open_challenge(context, name, _policy(incumbent), _policy(evaluations["ppo"]))
     if found is None or found.policy.digest != _policy(asked).digest:  # another run was quicker
-        return None
+        return _Waiting()
+    ended = _Waiting(ended=found.model_copy(update={"is_open": False}))
+    refusal = why_not_comparable(context, config, found.policy.uri, found.policy.uri)
+    if refusal is not None:
+        say("gate", f"{found.policy.uri} challenges no longer: it was made for another task")
+        return ended
     try:
         judges = {str(_stored(context, night.policy).metrics["judge"]) for night in found.nights}
         if judges != {asked.metrics["judge"]}:
             say("gate", f"{found.policy.uri} challenges no longer: another judge scored its answers then")
-            return None
+            return ended
         holds = conditions_of(config, evaluations, incumbent, asked)
-        return _Case.of(context, config, [*found.nights, _night(asked, incumbent)], found.policy, found.level, holds)
+        nights = [*found.nights, _night(asked, incumbent)]
+        return _Waiting(_Case.of(context, config, nights, found.policy, found.level, found.most_nights, holds))
     except ReferenceNotFoundError as error:
         say("gate", f"{found.policy.uri} challenges no longer, as an evaluation of it is gone: {error}")
-        return None
+        return ended
 
 
 def _challenge(verdict: Verdict, tonight: _Case, waiting: _Case | None, *, against: str) -> Challenge | None:
@@ -244,8 +261,14 @@ def _challenge(verdict: Verdict, tonight: _Case, waiting: _Case | None, *, again
     case = waits or waiting
     if case is None:
         return None
-    level = case.contender.level
-    return Challenge(policy=case.policy, against=against, nights=case.nights, level=level, is_open=waits is not None)
+    return Challenge(
+        policy=case.policy,
+        against=against,
+        nights=case.nights,
+        level=case.contender.level,
+        most_nights=case.most_nights,
+        is_open=waits is not None,
+    )
 
 
 def _outcome(config: PipelineConfig, verdict: Verdict, challenge: Challenge | None) -> str:
@@ -254,7 +277,7 @@ def _outcome(config: PipelineConfig, verdict: Verdict, challenge: Challenge | No
         return least
     if not challenge.is_open:
         return f"{least}; {challenge.policy.uri} challenges no longer"
-    nights = f"night {len(challenge.nights)} of {config.gate.challenger_nights}"
+    nights = f"night {len(challenge.nights)} of {challenge.most_nights}"
     return f"{least}; {challenge.policy.uri} is the challenger ({nights})"
 
 

@@ -120,6 +120,8 @@ class Challenge(Plain):
     nights: tuple[Night, ...]
     level: float
     """Of each of its tests, from the night on which it came."""
+    most_nights: int
+    """That share the level of that night."""
     is_open: bool
     """False: it was promoted, or has ended."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,7 +141,7 @@ def _call(suite: str, model: Any, tokenizer: Any, allowed_modules: Sequence[str]
     if (
         not isinstance(values, Mapping)
         or not values
-        or not all(isinstance(each, int | float) for each in values.values())
+        or not all(isinstance(each, int | float) and isfinite(each) for each in values.values())
     ):
         raise RlhfError(
             f"the suite {suite} must return a number for each item by its name, but returned {values!r:.200}"

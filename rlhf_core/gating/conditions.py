@@ -99,7 +99,7 @@ def side_conditions(compared: Compared, config: ConditionsConfig) -> tuple[Condi
         *_kl(compared.ppo, config),
         *_length(pairs, config),
         *_faults(pairs, config, by_score=compared.by_score),
-        *_categories(pairs, config, by_score=compared.by_score),
+        *_categories([pair for pair in pairs if pair.is_judged], config, by_score=compared.by_score),
         *_reward_model(compared.reward_model, config),
         *_proxy(compared.ppo, config),
         *_forgetting(compared, config),
@@ -129,17 +129,19 @@ def broken_in_words(conditions: Sequence[Condition]) -> str:
 
 
 class _Pair(NamedTuple):
-    """The answers of both to one problem, which were judged."""
+    """The answers of both to one problem."""
 
     before: Outcome
     after: Outcome
 
+    @property
+    def is_judged(self) -> bool:
+        return not (self.before.failure or self.after.failure)
+
 
 def _pairs(compared: Compared) -> list[_Pair]:
-    after = {each.key: each for each in compared.candidate.outcomes if not each.failure}
-    return [
-        _Pair(each, after[each.key]) for each in compared.incumbent.outcomes if each.key in after and not each.failure
-    ]
+    after = {each.key: each for each in compared.candidate.outcomes}
+    return [_Pair(each, after[each.key]) for each in compared.incumbent.outcomes if each.key in after]
 
 
 def _missing(name: str, threshold: float, why: str) -> _Finding:
@@ -149,7 +151,8 @@ def _missing(name: str, threshold: float, why: str) -> _Finding:
 def _kl(ppo: Figures, config: ConditionsConfig) -> Iterator[_Finding]:
     if config.kl_per_token is None:
         return
-    name, kl, length = "KL per token", ppo.get("last_kl"), ppo.get("last_length")
+    end = _end(ppo)
+    name, kl, length = "KL per token", ppo.get(f"{end}_kl"), ppo.get(f"{end}_length")
     if kl is None or not length:
         yield _missing(name, config.kl_per_token, "the policy's run stored no KL")
         return
@@ -185,8 +188,8 @@ def _faults(pairs: Sequence[_Pair], config: ConditionsConfig, *, by_score: bool)
     if not by_score:
         found["malformed"] = (
             config.malformed,
-            [not each.well_formed for each in before],
-            [not each.well_formed for each in after],
+            [not each.well_formed and not each.failure for each in before],
+            [not each.well_formed and not each.failure for each in after],
         )
     for name, (threshold, old, new) in found.items():
         if threshold is None:
@@ -212,7 +215,8 @@ def _copies(outcomes: Sequence[Outcome]) -> list[bool]:
 
 
 def _same(outcomes: Sequence[Outcome]) -> list[bool]:
-    return same_answers([each.response for each in outcomes], [each.correct for each in outcomes])
+    # one that nobody judged is not known to be wrong
+    return same_answers([each.response for each in outcomes], [each.correct or bool(each.failure) for each in outcomes])
 
 
 class _Loss(NamedTuple):
@@ -287,6 +291,11 @@ def _proxy(ppo: Figures, config: ConditionsConfig) -> Iterator[_Finding]:
     yield _Finding(name, -verified.by, config.verified_loss, told, chance, is_beyond)
 
 
+def _end(ppo: Figures) -> str:
+    """Return which episode's weights the policy has: the kept one's, where the best is kept, or the last one's."""
+    return "kept" if "kept_samples" in ppo else "last"
+
+
 class _Change(NamedTuple):
     by: float
     z: float
@@ -294,10 +303,12 @@ class _Change(NamedTuple):
 
 
 def _change(ppo: Figures, name: str) -> _Change | None:
-    """Return how a mean changed from the first to the last episode; None where its spread was not stored."""
+    """Return how a mean changed from the first episode to the policy's; None where its spread was not stored."""
+    ends = ("first", _end(ppo))
     try:
-        first, last = (float(ppo[f"{end}_{name}"]) for end in ("first", "last"))
-        errors = [float(ppo[f"{end}_{name}_std"]) / sqrt(float(ppo[f"{end}_samples"])) for end in ("first", "last")]
+        first, last = (float(ppo[f"{end}_{name}"]) for end in ends)
+        judged = [float(ppo[f"{end}_samples"]) * (1 - float(ppo.get(f"{end}_abstained", 0.0))) for end in ends]
+        errors = [float(ppo[f"{end}_{name}_std"]) / sqrt(each) for end, each in zip(ends, judged, strict=True) if each]
     except KeyError:
         return None
     error = sqrt(sum(each * each for each in errors))

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from infra.artifacts import ArtifactRef, ArtifactStore, Manifest
 from infra.clusters import ClusterRecord, leftover_processes
 from infra.services.automations import RESTARTING
+from rlhf_core.config import ConditionsConfig
 from tests.integration.local_stack import LocalStack, read_json, wait_for
 from tests.tiny_llama import write_tiny_llama
 
@@ -72,7 +73,8 @@ def small(**further: object) -> dict[str, Any]:
         "ppo.max_new_tokens": 28,
         "evaluation.max_new_tokens": 28,
         "ppo.cluster": {"num_makers": 1, "object_store_mb": 128},
-        "gate.min_gain": -1.0,  # so little training need not help
+        "gate.min_gain": -1.0,  # so little training need not help, and may cost what else is asked
+        "gate.conditions": dict.fromkeys(ConditionsConfig.model_fields.keys() - {"level"}),
         **further,
     }
 

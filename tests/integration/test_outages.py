@@ -32,7 +32,7 @@ BORDERS = (
     rb"PUT \S*/versions/ppo-state/",
     rb"PUT \S*/versions/policy/",
     rb"PUT \S*/versions/evaluation/",
-    rb"PUT \S*/aliases/policy/",
+    rb"PUT \S*/aliases/policy/\S*champion",
     rb"PUT \S*/versions/run/",
 )
 """What each stage writes last; what comes next is the following stage."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from statistics import median
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf_core.counting import counted
 from rlhf_core.data.linting.findings import quoted
 from rlhf_core.data.linting.rows import normalised
+from rlhf_core.gating import sign_test
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ def length_bias(given: LintSet) -> Iterator[str]:
     if not unequal:
         return
     longer = sum(chosen > rejected for chosen, rejected in unequal)
-    share, p = longer / len(unequal), sign_test(longer, len(unequal))
+    share, p = longer / len(unequal), two_sided(longer, len(unequal))
     if abs(share - 0.5) < BIASED or p >= SURE:
         return
     ratio = median(chosen / rejected for chosen, rejected in unequal if rejected)
@@ -38,17 +38,14 @@ def length_bias(given: LintSet) -> Iterator[str]:
     )
 
 
-def sign_test(successes: int, trials: int) -> float:
+def two_sided(successes: int, trials: int) -> float:
     """Return the two-sided p-value of a count, if each of the trials were a fair coin.
 
     Example:
-        >>> sign_test(0, 4), sign_test(2, 4)
+        >>> two_sided(0, 4), two_sided(2, 4)
         (0.125, 1.0)
     """
-    tail = range(min(successes, trials - successes) + 1)
-    whole = math.lgamma(trials + 1) - trials * math.log(2)
-    logs = (whole - math.lgamma(k + 1) - math.lgamma(trials - k + 1) for k in tail)
-    return round(min(1.0, 2 * math.fsum(map(math.exp, logs))), 15)
+    return min(1.0, 2 * sign_test(max(successes, trials - successes), min(successes, trials - successes)))
 
 
 FLOOD_ROWS, FLOOD_SHARE = 20, 0.01

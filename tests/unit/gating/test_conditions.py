@@ -82,6 +82,27 @@ def test_what_was_paid_may_not_rise_while_what_is_verified_falls() -> None:
     assert found(of_both([], [], ppo=stored))["verified reward"].figure is None
 
 
+def test_where_the_best_episode_is_kept_its_figures_count_and_not_the_last_ones() -> None:
+    means = {"first_score": 0.0, "last_score": 0.5, "first_verifier": 0.5, "last_verifier": 0.1}
+    spread = {f"{end}_{name}_std": 0.1 for end in ("first", "last", "kept") for name in ("score", "verifier")}
+    sizes = {f"{end}_samples": 100 for end in ("first", "last")} | {"last_kl": 90.0, "last_length": 10.0}
+    last = found(of_both([], [], ppo={**means, **spread, **sizes}))
+    assert not last["verified reward"].holds
+    assert not last["KL per token"].holds
+    kept = {"kept_score": 0.3, "kept_verifier": 0.6, "kept_samples": 100, "kept_kl": 4.0, "kept_length": 10.0}
+    best = found(of_both([], [], ppo={**means, **spread, **sizes, **kept}))
+    assert best["verified reward"].holds
+    assert (best["KL per token"].figure, best["KL per token"].holds) == (0.4, True)
+
+
+def test_answers_that_nobody_judged_count_for_what_needs_no_verdict() -> None:
+    good = outcomes(40, correct=True)
+    unjudged = [replace(each, response="", failure="timed out") for each in good[:20]] + good[20:]
+    conditions = found(of_both(good, unjudged))
+    assert conditions["empty answers"].figure == 0.5
+    assert conditions["malformed"].figure == 0.0
+
+
 def test_forgotten_text_is_a_rise_of_cross_entropy_and_a_suites_loss_a_fall() -> None:
     def known(text: float, right: int) -> Known:
         items = {str(item): float(item < right) for item in range(50)}

@@ -361,6 +361,37 @@ class TestChallenger:
         assert self.night(evaluation, *night, challenger="policy/test@2 RRRRRWWWWW") == first
         assert open_default_store().aliases("policy", "test") == history
 
+    def test_another_judge_ends_the_challenge_for_good(self, evaluation: Evaluation) -> None:
+        self.night(evaluation, "policy/test@2", "R" * 6 + "W" * 4, 0)
+        scores = [0.0] * 10
+        roles = {
+            "champion": evaluation("policy/test@1", "W" * 10, scores, "gsm8k_reward_fn", 10),
+            "challenger": evaluation("policy/test@2", "W" * 10, scores, "gsm8k_reward_fn", 10),
+            "ppo": evaluation("policy/test@3", "W" * 10, scores, "gsm8k_reward_fn", 10),
+        }
+        decision = gate.fn(config(nights_a_year=10), roles)
+        promote.fn(decision)
+        assert decision.reason.endswith("policy/test@2 challenges no longer")
+        assert self.waiting("policy/test@4") is None
+
+    def test_more_nights_by_a_later_configuration_are_not_for_who_waits_already(self, evaluation: Evaluation) -> None:
+        first = self.night(evaluation, "policy/test@2", "R" * 5 + "W" * 45, 0)
+        assert first.challenge is not None
+        assert first.challenge.most_nights == 3
+        champion, asked, new = (
+            evaluation(policy, marks, first=50)
+            for policy, marks in (
+                ("policy/test@1", "W" * 50),
+                ("policy/test@2", "RR" + "W" * 48),
+                ("policy/test@3", "W" * 50),
+            )
+        )
+        gate_now = rotating().gate.model_copy(update={"challenger_nights": 10})
+        later = gate.fn(
+            rotating().model_copy(update={"gate": gate_now}), {"champion": champion, "challenger": asked, "ppo": new}
+        )
+        assert later.reason.endswith("policy/test@2 is the challenger (night 2 of 3)")
+
     def test_without_new_problems_to_come_nobody_waits(self, evaluation: Evaluation) -> None:
         unmoved = config(nights_a_year=10)
         roles = {

@@ -10,7 +10,7 @@ import pytest
 from rlhf_core.config.lint import LintConfig
 from rlhf_core.data.linting import LintRow, LintSet, lint_set
 from rlhf_core.data.linting.rules import ROW_RULES, SET_RULES
-from rlhf_core.data.linting.sets import sign_test
+from rlhf_core.data.linting.sets import two_sided
 from tests.unit.data.read_sets import meter
 
 NOTHING = "off"
@@ -133,7 +133,7 @@ def test_a_set_that_pays_for_length_is_told_with_its_share() -> None:
 @pytest.mark.parametrize(("successes", "trials"), [(0, 4), (2, 4), (8, 10), (60, 100), (450, 1000)])
 def test_the_sign_test_sums_the_binomial_tails(successes: int, trials: int) -> None:
     tail = sum(math.comb(trials, k) for k in range(min(successes, trials - successes) + 1))
-    assert sign_test(successes, trials) == pytest.approx(min(1.0, 2 * tail / 2**trials), rel=1e-9)
+    assert two_sided(successes, trials) == pytest.approx(min(1.0, 2 * tail / 2**trials), rel=1e-9)
 
 
 def test_an_annotator_far_more_active_than_the_others_is_a_flood() -> None:

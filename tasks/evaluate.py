@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 from infra.artifacts.ref import EXTERNAL_PREFIX, ArtifactRef
 from rlhf_core.config import PipelineConfig
@@ -167,6 +168,8 @@ def _make(
     metrics["seconds"] = time.perf_counter() - started
     say("evaluate", _sentence(metrics))
     key, source = identity
+    if metrics["unjudged"]:  # the judge may answer the next time, so no later run finds this one
+        key = stage_key("evaluate", config={"only": uuid4().hex}, inputs=[key], seed=0, source=source)
     return commit_stage(
         context,
         stage="evaluate",

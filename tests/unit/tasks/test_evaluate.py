@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,23 @@ def test_a_reward_model_of_another_tokenizer_is_refused(context: Context, policy
     ):
         evaluate_policy.fn(judged, policy, data, Parent(uri=made.uri, digest=made.digest))
     assert evaluate_policy.fn(judged, policy, data, one).metrics["judge"] == "reward_model"
+
+
+def test_answers_that_nobody_judged_are_asked_again_by_the_next_run(
+    context: Context, policy: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter(["timed_out: 5 s"] * 2 + [""] * 2)
+    usual = evaluation.evaluate_policy
+
+    def answers(*given: Any, **named: Any) -> list[evaluation.Outcome]:
+        first, *others = usual(*given, **named)
+        return [replace(first, failure=next(failures)), *others]
+
+    monkeypatch.setattr(evaluation, "evaluate_policy", answers)
+    data = dataset(context, CLOSED)
+    found = [evaluate_policy.fn(config(task="chain_sum", verifier="exact"), policy, data) for _ in range(4)]
+    assert [each.metrics["unjudged"] for each in found] == [1, 1, 0, 0]
+    assert [each.reused for each in found] == [False, False, False, True]
 
 
 def test_the_same_weights_under_another_name_are_evaluated_once_and_keep_their_name(

@@ -122,9 +122,22 @@ def _draft(
         return before
     draft = draft_of(preset, data=data, values=values, **parameters)
     check_data_are_named(tags_of_run(), draft.config, data)
-    config = with_data(draft.config, data)
+    return draft._replace(config=with_data_and_project(draft.config, data, values, parameters))
+
+
+def with_data_and_project(
+    config: PipelineConfig, data: str | None, values: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> PipelineConfig:
+    """Return a drafted configuration with a run's data in it, and the name of its project.
+
+    Args:
+        config: of `flows.presets.draft_of`.
+        data: the parameter.
+        values: what the preset's file says.
+        parameters: of the run; `name`, and an override of it, name the project.
+    """
     named = parameters.get("name") is not None or "name" in (parameters.get("overrides") or {})
-    return draft._replace(config=in_project(config, values, named=named))
+    return in_project(with_data(config, data), values, named=named)
 
 
 def _say_project(context: Context, config: PipelineConfig) -> None:

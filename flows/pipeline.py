@@ -101,7 +101,8 @@ def pipeline(
     evaluations = evaluate(actor=policy.uri, reward_model=reward_model, **common)
     decision = gate(config, evaluations)
     champion = promote(decision)
-    count_as_learnt(config, dataset)
+    if not unfinished(policy):  # the next run goes on with the same data
+        count_as_learnt(config, dataset)
     report = write_report(config, [*stages, policy], evaluations, decision, champion, wall_s=time.monotonic() - started)
     told = f"{'promoted' if decision.promote else 'not promoted'}: {decision.reason}{unfinished(policy)}"
     return finished(decision, told, see=report)

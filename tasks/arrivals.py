@@ -90,7 +90,7 @@ def moment(as_of: str) -> datetime:
         raise ConfigError(
             f"as_of must be a day such as 2026-11-27, or a time with its day, but it is {as_of!r}"
         ) from None
-    is_day = len(as_of) == len("2026-11-27")
+    is_day = "T" not in as_of and ":" not in as_of
     found = found.astimezone()
     if found > now:
         raise ConfigError(f"as_of is {as_of}, which is still to come; give a day up to {now.astimezone():{DAY}}")

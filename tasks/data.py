@@ -189,14 +189,18 @@ def _less_what_arrives(config: PipelineConfig) -> PipelineConfig:
 def _rotation(context: Context, config: PipelineConfig) -> tuple[str, str] | None:
     """Return where the last night's held-out problems ended, and which dataset holds them; None if they stay the same.
 
-    The dataset is part of what names tonight's: when all have been used, the same problems come again, but not the same
-    night.
+    A night counts whose policy the gate judged with all its episodes: what failed, or ended at a budget, goes on with
+    its own problems. The dataset is part of what names tonight's: when all have been used, the same problems come
+    again, but not the same night.
     """
     if not config.data.rotate_evaluation:
         return None
 
     def find() -> tuple[str, str]:
-        nights = [each for each in context.store.list("dataset", config.name) if UNTIL in each.metrics]
+        reports = [each for each in context.store.list("run", config.name) if not each.metrics.get("unfinished")]
+        judged = {parent.uri for report in reports for parent in report.parents}
+        datasets = context.store.list("dataset", config.name)
+        nights = [each for each in datasets if UNTIL in each.metrics and each.uri in judged]
         return (str(nights[-1].metrics[UNTIL]), nights[-1].uri) if nights else ("", "")
 
     found: tuple[str, str] = settled_once(context, "held-out problems after", tuple[str, str], find)

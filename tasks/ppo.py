@@ -94,10 +94,11 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
     facts = config.model_dump(mode="json", include={"template", "ppo"})
     facts["verifier"] = judge_facts(config) if asks_for_answers(config.data) else None
     facts["functions"] = {name: code_digest(name) for name in config.ppo.reward.functions}
+    if config.ppo.evaluate_every:  # which episode is kept depends on who judges, and how
+        facts["evaluation"] = config.evaluation.model_dump(mode="json", exclude={"forgetting"})
+    # When a run gives up changes no number: with another limit it goes on from its last commit.
+    del facts["ppo"]["max_abstained"]
     # The makers, where they run and how long is waited change no number; the number of threads does.
-    del facts["ppo"][
-        "max_abstained"
-    ]  # nor does when a run gives up: with another limit it goes on from its last commit
     facts["ppo"]["cluster"] = {name: facts["ppo"]["cluster"][name] for name in ("trainer_threads", "maker_threads")}
     base = base_of(context, config, policy)
     inputs = [policy.digest, scorer.digest if scorer else "", dataset.digest]

@@ -110,9 +110,10 @@ def missing_days(store: ArtifactStore, name: str, days: list[date]) -> list[date
 
 def _name(deployment: str, param: Given) -> str:
     """Return the name of what a deployment's runs make, which must be data that arrive."""
+    from flows.begin import with_data_and_project
     from flows.cli.parameters import read_parameters
     from flows.cli.run import find_deployment
-    from flows.presets import draft_of
+    from flows.presets import draft_of, preset_values
     from rlhf_core.errors import ConfigError
 
     found = find_deployment(deployment)
@@ -121,14 +122,15 @@ def _name(deployment: str, param: Given) -> str:
         raise ConfigError(f"{deployment} has no parameter as_of; name a deployment of the flow `pipeline`")
     if "as_of" in given:
         raise ConfigError("backfill sets the parameter as_of itself; leave it out")
-    names = ("data", "model", "episodes", "seed", "overrides")
-    draft = draft_of(given.get("preset", "quickstart"), **{name: given[name] for name in names if name in given})
+    names = ("data", "model", "episodes", "seed", "overrides", "name")
+    preset = given.get("preset", "quickstart")
+    draft = draft_of(preset, **{name: given[name] for name in names if name in given})
     if draft.config.data.arrivals is None:
         raise ConfigError(
             f"the data of {deployment} do not arrive, so that no day has data of its own; set data.arrivals in its "
             "preset or overrides"
         )
-    return draft.config.name
+    return with_data_and_project(draft.config, given.get("data"), preset_values(preset), given).name
 
 
 def _say(screen: Console, name: str, days: list[date], missing: list[date]) -> None:

@@ -25,7 +25,7 @@ from tasks.report.tables import (
     stage_list,
     time_table,
 )
-from tasks.results import Decision, StageResult
+from tasks.results import PLANNED, Decision, StageResult
 from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
 from tasks.taken_over import leave_if_taken_over
@@ -251,6 +251,7 @@ def _commit(context: Context, config: PipelineConfig, facts: Facts, files: dict[
         metrics={
             "promoted": facts.decision.promote,
             "difference": facts.decision.difference,
+            "unfinished": PLANNED in facts.policy.metrics,
             **spent(context, config)._asdict(),
             "night": day_of_night(context, config),
             "reason": facts.decision.reason,

@@ -8,7 +8,7 @@ from rlhf_core.data.linting.findings import Accused, Finding, quoted
 from rlhf_core.data.linting.repeats import near_prompts
 from rlhf_core.data.linting.rows import LintSet
 from rlhf_core.data.linting.rules import OVERLAP, ROW_RULES, SET_RULES
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, TooFewRowsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,8 @@ def lint_sets(
             looked at.
 
     Raises:
-        DataError: a rule found something, and its action is `refuse`; or every row of a set would be dropped.
+        DataError: a rule found something, and its action is `refuse`.
+        TooFewRowsError: every row of a set would be dropped.
     """
     actions = config.data.lint
     given = {role: LintSet.of(role, read, meter, config.reward_model.max_length) for role, read in sets.items()}
@@ -115,7 +116,7 @@ def _less(role: str, read: ReadSet[Any], findings: Sequence[Finding]) -> ReadSet
     if not faults:
         return read
     if len(faults) == len(read.rows):
-        raise DataError(
+        raise TooFewRowsError(
             f"data.lint drops every row of data.{role}, the first because {next(iter(faults.values()))[1]}; set rules "
             "that do not suit the set to warn or off"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,25 @@ def test_missing_nights_are_made_in_order_until_one_fails(
     assert made == [('as_of="2026-11-19"', False)]
     assert main(["backfill", "2026-11-20", "2026-11-20"]) == 0
     assert "has its night" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [({}, "quickstart-arrived-"), ({"name": "team"}, "team"), ({"overrides": {"name": "crew"}}, "crew")],
+    ids=["by its data", "by the parameter", "by an override"],
+)
+def test_backfill_looks_for_the_nights_of_the_runs_project(
+    year: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], name: str
+) -> None:
+    del year
+    (tmp_path / "arrived").mkdir()
+    (tmp_path / "arrived" / "day.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    overrides = {"data.arrivals": {}, **given.get("overrides", {})}
+    parameters = {"preset": "quickstart", "data": str(tmp_path / "arrived"), **given, "overrides": overrides}
+    schema = {"properties": {"as_of": {}}}
+    deployment = SimpleNamespace(parameters=parameters, parameter_openapi_schema=schema)
+    monkeypatch.setattr("flows.cli.run.find_deployment", lambda _: deployment)
+    assert backfill_command._name("pipeline/nightly", ()).startswith(name)
 
 
 def test_a_pipeline_without_news_ends_completed_and_stores_its_report(monkeypatch: pytest.MonkeyPatch) -> None:

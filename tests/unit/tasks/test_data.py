@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flows.presets import draft_of, resolve
-from infra.artifacts import Manifest, open_default_store
+from infra.artifacts import ArtifactRef, Manifest, open_default_store
 from rlhf_core.config import ClusterConfig, PipelineConfig
 from rlhf_core.data import problems_from_jsonl
 from rlhf_core.data.preparing import SOURCES
@@ -441,13 +441,16 @@ def test_each_run_asks_the_next_held_out_problems_and_one_that_is_started_again_
     config = with_data(preset(model, **splits), path)
     store = open_default_store()
 
-    def night(run: str, reads: tuple[str, ...] = SPLITS) -> tuple[str, ...]:
+    def night(run: str, reads: tuple[str, ...] = SPLITS, **ended: bool) -> tuple[str, ...]:
         monkeypatch.setattr("tasks.context.root_flow_run", lambda: run)
         made = prepare_data.fn(config, None, reads=reads)
+        if ended:
+            parents = [ArtifactRef(made.uri, made.digest)]
+            store.commit("run", config.name, {"report.md": run.encode()}, parents=parents, metrics=ended, key=run)
         rows = problems_from_jsonl(store.read_bytes(store.resolve(made.uri), "evaluation.jsonl"))
         return tuple(row.key for row in rows)
 
-    nights = [night(f"run-{number}") for number in range(12)]
+    nights = [night(f"run-{number}", unfinished=False) for number in range(12)]
     pool = {key for asked in nights for key in asked}
     whole = len(pool) // 4
     assert len({key for asked in nights[:whole] for key in asked}) == 4 * whole  # none twice before all were asked
@@ -457,4 +460,8 @@ def test_each_run_asks_the_next_held_out_problems_and_one_that_is_started_again_
     night("alone", reads=("sft",))  # a stage alone moves nothing
     order = list(dict.fromkeys(key for asked in nights for key in asked))
     begins = 12 * 4 % len(order)
-    assert list(night("run-12")) == (order + order)[begins : begins + 4]
+    due = tuple((order + order)[begins : begins + 4])
+    assert night("failed") == due
+    assert night("at-its-budget", unfinished=True) == due
+    assert night("run-12", unfinished=False) == due
+    assert night("run-13") != due

@@ -10,7 +10,9 @@ from rlhf_core.data import verify
 
 
 def judge(response: str, answer: str = "61 58 50", *, ended: bool = True) -> tuple[float, bool]:
-    return tuple(verify(response, answer, ended=ended, tag="answer"))
+    verdict = verify(response, answer, ended=ended, tag="answer")
+    assert verdict.failure is None
+    return verdict.score, verdict.well_formed
 
 
 def tagged(text: str) -> str:

@@ -77,7 +77,9 @@ def test_adapters_on_the_head_are_learnt_in_slices(two_tokens: Callable[[], None
     two_tokens()
     found, others = measured(model)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(others, gradients, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(others, gradients, strict=True):
+        # sums of terms as large as the largest entry, in another order: the small entries have their rounding
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * max(1.0, theirs.abs().max().item()))
 
 
 def test_dropout_of_the_head_is_drawn_once(two_tokens: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

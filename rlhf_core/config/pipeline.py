@@ -89,17 +89,8 @@ class PipelineConfig(Config):
     def _a_split_to_measure_on(self) -> Self:
         if self.ppo.evaluate_every and not self.data.splits.development:
             raise ValueError(
-                f"ppo.evaluate_every is {self.ppo.evaluate_every} and evaluation.judge is reward_model, but no reward "
-                "model pays; give ppo.reward.reward_model a weight, or set evaluation.judge to verifier"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_judge_of_episodes(self) -> Self:
-        if self.ppo.evaluate_every and self.evaluation.judge == "reward_model" and not self.ppo.reward.reward_model:
-            raise ValueError(
-                f"ppo.evaluate_every is {self.ppo.evaluate_every} and evaluation.judge is reward_model, but no "
-                "reward model pays; give ppo.reward.reward_model a weight, or set evaluation.judge to verifier"
+                f"ppo.evaluate_every is {self.ppo.evaluate_every}, but data.splits.development is 0; give it problems, "
+                "such as 200"
             )
         return self
 
@@ -109,5 +100,14 @@ class PipelineConfig(Config):
             raise ValueError(
                 f"ppo.prompts_per_episode is {self.ppo.prompts_per_episode}, but data.splits.ppo has only "
                 f"{self.data.splits.ppo} problems; lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_judge_of_episodes(self) -> Self:
+        if self.ppo.evaluate_every and self.evaluation.judge == "reward_model" and not self.ppo.reward.reward_model:
+            raise ValueError(
+                f"ppo.evaluate_every is {self.ppo.evaluate_every} and evaluation.judge is reward_model, but no "
+                "reward model pays; give ppo.reward.reward_model a weight, or set evaluation.judge to verifier"
             )
         return self

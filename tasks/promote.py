@@ -1,8 +1,9 @@
-"""The gate, and the champion's alias."""
+"""The gate with its side conditions, and the champion's alias."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infra.artifacts import ArtifactRef
 from infra.errors import ReferenceNotFoundError
@@ -12,12 +13,11 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.escaping import SHOWN_LENGTH, one_line
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
 from rlhf_core.gating import Contender, Verdict, judge, level_of_each, tally
-from rlhf_core.gating.conditions import Condition, broken_in_words
+from rlhf_core.gating.conditions import Compared, Condition, Known, broken_in_words, side_conditions
 from tasks.challenger import CHALLENGER, incumbent_of, open_challenge, record_challenge
-from tasks.conditions import conditions_of
 from tasks.context import Context, open_context
 from tasks.error_budget import spend
-from tasks.evaluate import OUTCOMES, REWARD_MODEL
+from tasks.evaluate import MEASURES, OUTCOMES, REWARD_MODEL
 from tasks.plan import settled_once
 from tasks.progress import say
 from tasks.projects import expected_champion, why_not_comparable
@@ -25,6 +25,11 @@ from tasks.results import SHOWN_CONFIDENCE, Challenge, Decision, Night, Parent, 
 from tasks.stages import stage_result
 from tasks.taken_over import leave_if_taken_over
 from tasks.task_errors import stage_task
+
+if TYPE_CHECKING:
+    from infra.artifacts import Manifest
+    from rlhf_core.evaluation import Outcome
+    from rlhf_core.forgetting.measures import Measure
 
 
 @stage_task(name="gate")
@@ -300,13 +305,77 @@ def _interval(before: dict[str, float], after: dict[str, float]) -> Interval:
 
 def _scores(evaluation: StageResult) -> dict[str, float]:
     """Return 1 for each right answer and 0 for each wrong one; the scores themselves where a reward model judged."""
-    from rlhf_core.evaluation import judged, outcomes_from_jsonl
+    from rlhf_core.evaluation import judged
 
-    store = open_context().store
-    body = store.read_bytes(store.resolve(evaluation.uri), OUTCOMES)
     by_score = _by_score(evaluation)
-    return {each.key: each.score if by_score else float(each.correct) for each in judged(outcomes_from_jsonl(body))}
+    found = judged(_outcomes(open_context(), evaluation))
+    return {each.key: each.score if by_score else float(each.correct) for each in found}
+
+
+def _outcomes(context: Context, evaluation: StageResult) -> list[Outcome]:
+    from rlhf_core.evaluation import outcomes_from_jsonl
+
+    return outcomes_from_jsonl(context.store.read_bytes(context.store.resolve(evaluation.uri), OUTCOMES))
 
 
 def _by_score(evaluation: StageResult) -> bool:
     return bool(evaluation.metrics["judge"] == REWARD_MODEL)
+
+
+def conditions_of(
+    config: PipelineConfig, evaluations: Mapping[str, StageResult], incumbent: StageResult, candidate: StageResult
+) -> tuple[Condition, ...]:
+    """Return what came of each side condition of promoting a policy.
+
+    Args:
+        config: the preset.
+        evaluations: by role; `base` is the base model's.
+        incumbent: evaluation of who would be replaced.
+        candidate: evaluation of who would be promoted.
+    """
+    context, base = open_context(), evaluations.get("base")
+    policy = _manifest_of(context, str(candidate.metrics["policy"]))
+    compared = Compared(
+        _known(context, incumbent),
+        _known(context, candidate),
+        base=_measures(context, base) if base else {},
+        by_score=candidate.metrics.get("judge") == REWARD_MODEL,
+        ppo=policy.metrics if policy else {},
+        reward_model=_reward_model(context, config, policy, candidate),
+    )
+    return side_conditions(compared, config.gate.conditions)
+
+
+def _known(context: Context, evaluation: StageResult) -> Known:
+    return Known(_outcomes(context, evaluation), _measures(context, evaluation))
+
+
+def _measures(context: Context, evaluation: StageResult) -> dict[str, Measure]:
+    from rlhf_core.forgetting.measures import measures_from_jsonl
+
+    manifest = context.store.resolve(evaluation.uri)
+    if MEASURES not in {file.path for file in manifest.files}:  # of an earlier release
+        return {}
+    return measures_from_jsonl(context.store.read_bytes(manifest, MEASURES))
+
+
+def _reward_model(
+    context: Context, config: PipelineConfig, policy: Manifest | None, candidate: StageResult
+) -> Mapping[str, Any] | None:
+    """Return the figures of the reward model that paid the policy, else of the one that judged it; None if none did."""
+    paid = policy if config.ppo.reward.reward_model > 0 else None
+    judged = context.store.resolve(candidate.uri) if candidate.metrics.get("judge") == REWARD_MODEL else None
+    for artifact in (paid, judged):
+        for parent in artifact.parents if artifact else ():
+            found = _manifest_of(context, parent.uri) if parent.uri.startswith("reward-model/") else None
+            if found is not None:
+                return found.metrics
+    return None
+
+
+def _manifest_of(context: Context, uri: str) -> Manifest | None:
+    """Return an artifact's manifest; None of a model outside the store, or of what was deleted since."""
+    try:
+        return context.store.resolve(uri)
+    except ReferenceNotFoundError:
+        return None

@@ -16,8 +16,7 @@ from rlhf_core.config.conditions import ConditionsConfig
 from rlhf_core.counting import counted
 from rlhf_core.forgetting.measures import TEXT, Measure
 from rlhf_core.gating.answers import copies_prompt, is_empty, loops, same_answers
-from rlhf_core.gating.chance import rejected, symmetric_bound
-from rlhf_core.gating.paired_test import sign_test
+from rlhf_core.gating.paired_test import rejected, sign_test, symmetric_bound
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation import Outcome

@@ -75,25 +75,10 @@ class RLVRRewardModel:
             response_end: place of each response's last token; None is the row's end.
             gt_answer: reference answers; None where there is none.
         """
-        raw = self.raw_scores(
-            input_ids, attention_mask, response_start=response_start, response_end=response_end, gt_answer=gt_answer
-        )
-        return torch.stack(list(raw.values())).sum(dim=0).to(input_ids.device)
-
-    def raw_scores(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        response_start: Sequence[int] | None,
-        response_end: Sequence[int] | None,
-        gt_answer: Sequence[str | None] | None,
-    ) -> dict[str, Tensor]:
-        """Return each function's raw values, [B] by name, on the CPU, NaN where it failed; arguments as `forward`."""
         called = self.call(
             input_ids, attention_mask, response_start=response_start, response_end=response_end, gt_answer=gt_answer
         )
-        return {name: called_values(each) for name, each in called.items()}
+        return torch.stack([called_values(each) for each in called.values()]).sum(dim=0).to(input_ids.device)
 
     def call(
         self,

@@ -11,6 +11,7 @@ import torch
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards import RLVRRewardModel, gsm8k_reward_fn
+from rlhf_core.rewards.model import called_values
 from tests.tiny_llama import tiny_tokenizer
 
 RIGHT = "<think>6 x 7</think><answer>42</answer>"
@@ -57,8 +58,8 @@ def test_functions_of_one_name_are_kept_apart() -> None:
     model = RLVRRewardModel([gsm8k_reward_fn, *functions], tokenizer=tiny_tokenizer())
     ids, mask, starts, ends = rows(RIGHT)
     place = {"response_start": starts, "response_end": ends, "gt_answer": ["42"]}
-    raw = model.raw_scores(ids, mask, **place)
-    assert {name: values.item() for name, values in raw.items()} == {
+    called = model.call(ids, mask, **place)
+    assert {name: called_values(each).item() for name, each in called.items()} == {
         "gsm8k_reward_fn": 10, "judge": 1, "judge#3": 2, "partial": 4, "partial#5": 5, "gsm8k_reward_fn#6": 7,
     }  # fmt: skip
     assert model(ids, mask, **place).item() == 29
@@ -81,8 +82,8 @@ def test_a_row_at_which_a_function_fails_has_no_score(caplog: pytest.LogCaptureF
         found = model(ids, mask, response_start=starts, response_end=ends, gt_answer=["42", "#### 42"])
     assert found[0] == 12.0
     assert found[1].isnan()
-    raw = model.raw_scores(ids, mask, response_start=starts, response_end=ends, gt_answer=["42", "#### 42"])
-    assert raw["gsm8k_reward_fn"].tolist() == [10.0, 10.0]
+    called = model.call(ids, mask, response_start=starts, response_end=ends, gt_answer=["42", "#### 42"])
+    assert called_values(called["gsm8k_reward_fn"]).tolist() == [10.0, 10.0]
     assert model(ids[:, starts[0] :], gt_answer=["42", "42"]).tolist() == [12.0, 12.0]  # all is response, all counts
     assert "reward function picky: it raised KeyError: '#### 42'; it does not judge row 1" in caplog.text
     model.close()

@@ -14,7 +14,15 @@ from pydantic import JsonValue
 
 from infra.errors import StoreError
 from rlhf_core.config import GateConfig, PipelineConfig
-from rlhf_core.gating import Comparison, fewest_problems, level_of_each, levels, smallest_gain
+from rlhf_core.gating import (
+    Comparison,
+    Tally,
+    fewest_problems,
+    improvement_p,
+    level_of_each,
+    levels,
+    smallest_gain,
+)
 from rlhf_core.gating.power import CHANCE, DIFFERING, problems_needed
 from tasks.context import Context, open_context
 from tasks.progress import say
@@ -85,16 +93,23 @@ def tell_power(config: PipelineConfig, dataset: StageResult) -> None:
         dataset: of the run.
     """
     problems, gate = int(dataset.metrics.get("problems_evaluation", 0)), config.gate
-    if gate.min_gain != 0 or problems == 0:
+    if problems == 0:
         return
     nights = gate.challenger_nights if config.data.rotate_evaluation else 1
     level = level_of_each(next_level(open_context(), config.name, gate), nights)
-    differing = 1.0 if config.evaluation.judge == "reward_model" else DIFFERING  # no two scores are quite the same
-    if level > 0:
-        say("gate", power_sentence(problems, level, nights=nights, differing=differing))
+    if level <= 0:
+        return
+    if config.evaluation.judge == "reward_model":  # no two scores are quite the same, and wins exceed min_gain already
+        told = power_sentence(problems, level, nights=nights, differing=1.0)
+        least = f"; better is by more than gate.min_gain = {gate.min_gain:g}" if gate.min_gain else ""
+        say("gate", told + least)
+        return
+    say("gate", power_sentence(problems, level, nights=nights, min_gain=gate.min_gain))
 
 
-def power_sentence(problems: int, level: float, *, nights: int, differing: float = DIFFERING) -> str:
+def power_sentence(
+    problems: int, level: float, *, nights: int, differing: float = DIFFERING, min_gain: float = 0.0
+) -> str:
     """Return which gain a night's problems show, or that they show none.
 
     Args:
@@ -103,19 +118,26 @@ def power_sentence(problems: int, level: float, *, nights: int, differing: float
         nights: that a promising candidate may have.
         differing: share of problems on which two policies differ; of these, a gain is the share of better ones less
             that of worse ones.
+        min_gain: that the gain must be shown to exceed.
     """
-    needed = fewest_problems(level)
+    needed = fewest_problems(level, min_gain)
     if problems < needed:
+        best = improvement_p(Tally(problems, 0, problems), min_gain)
         less = f"{problems} held-out problems are too few for this gate: even if all of them were better, p would be "
-        less += f"{0.5**problems:.2g}, and {level:.2g} is needed; "
+        less += f"{best:.2g}, and {level:.2g} is needed; "
         if nights * problems >= needed:
             return f"{less}only a challenger can pass, with the problems of several nights"
-        return f"{less}it can promote nothing. Raise data.splits.evaluation, or lower gate.nights_a_year"
-    gain = smallest_gain(problems, level, differing)
+        lower = ", or lower gate.min_gain or gate.nights_a_year" if min_gain else ", or lower gate.nights_a_year"
+        return f"{less}it can promote nothing. Raise data.splits.evaluation{lower}"
+    gain = smallest_gain(problems, level, differing, min_gain=min_gain)
     shown = f"no gain below {differing:g}" if gain is None else f"a gain of {gain:.2f} or more"
-    smaller = 0.08 if gain is None or gain > 0.08 else gain / 2  # noqa: PLR2004 - what a good night brings
-    return (
+    shown += f" to be above gate.min_gain = {min_gain:g}" if min_gain else ""
+    told = (
         f"{problems} held-out problems show {shown} with {CHANCE:.0%} probability, where the policies differ on "
-        f"{differing:.0%} of them (p of {level:.2g} is needed); +{smaller:.2f} needs "
-        f"{problems_needed(smaller, level, differing):,}" + (f", of up to {nights} nights" if nights > 1 else "")
+        f"{differing:.0%} of them (p of {level:.2g} is needed)"
     )
+    if min_gain:
+        return told
+    smaller = 0.08 if gain is None or gain > 0.08 else gain / 2  # noqa: PLR2004 - what a good night brings
+    more = f"; +{smaller:.2f} needs {problems_needed(smaller, level, differing):,}"
+    return told + more + (f", of up to {nights} nights" if nights > 1 else "")

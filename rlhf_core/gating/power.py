@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil, log2, sqrt
+from math import ceil, log, sqrt
 from statistics import NormalDist
 
-from rlhf_core.gating.paired_test import Tally, chances, sign_test
+from rlhf_core.gating.paired_test import Tally, chances, improvement_p, sign_test
 
 CHANCE = 0.8
 """A gain counts as seen where the test finds it with this probability."""
@@ -16,14 +16,27 @@ MOST_PROBLEMS = 20_000
 _STEPS = 20
 
 
-def fewest_problems(level: float) -> int:
+def fewest_problems(level: float, min_gain: float = 0.0) -> int:
     """Return the number of problems below which no outcome passes: all of them wins, and p above the level.
+
+    Of n wins, `improvement_p` is 2 ((1 + min_gain) / 2)^n, and half of it where `min_gain` is 0.
+
+    Args:
+        level: of the test, at most 1; at 0 or below nothing passes.
+        min_gain: that the gain must be shown to exceed.
 
     Example:
         >>> fewest_problems(0.05 / 365)  # 1 / 2^12 is 0.00024, 1 / 2^13 is 0.00012
         13
+        >>> fewest_problems(0.05 / 365, 0.2)  # 2 * 0.6^18 is 0.00020, 2 * 0.6^19 is 0.00012
+        19
     """
-    return ceil(-log2(level)) if level > 0 else MOST_PROBLEMS
+    share = (1 + min_gain) / 2
+    if level <= 0 or share >= 1:
+        return MOST_PROBLEMS
+    if share <= 0:
+        return 1
+    return max(1, ceil(log(level / 2 if min_gain else level) / log(share)))
 
 
 def power(*, problems: int, gain: float, differing: float, level: float) -> float:
@@ -50,16 +63,38 @@ def power(*, problems: int, gain: float, differing: float, level: float) -> floa
     return total
 
 
-def smallest_gain(problems: int, level: float, differing: float = DIFFERING) -> float | None:
-    """Return the least gain that is seen with the probability CHANCE; None if none is."""
-    if power(problems=problems, gain=differing, differing=differing, level=level) < CHANCE:
+def smallest_gain(problems: int, level: float, differing: float = DIFFERING, *, min_gain: float = 0.0) -> float | None:
+    """Return the least gain that is seen with the probability CHANCE; None if none is.
+
+    With a `min_gain` other than 0, of what is told to be above it, and about.
+
+    Args:
+        problems: of the comparison, at least 1.
+        level: of the test, in (0, 1).
+        differing: share of problems on which two policies differ.
+        min_gain: that the gain must be shown to exceed.
+    """
+
+    def is_seen(gain: float) -> bool:
+        if min_gain:
+            return _shows(problems, gain, differing, level, min_gain)
+        return power(problems=problems, gain=gain, differing=differing, level=level) >= CHANCE
+
+    if not is_seen(differing):
         return None
-    low, high = 0.0, differing
-    for _ in range(_STEPS):
+    low, high = max(min_gain, -differing), differing
+    for _ in range(_STEPS // 2 if min_gain else _STEPS):  # the other test takes a thousand times as long
         middle = (low + high) / 2
-        is_seen = power(problems=problems, gain=middle, differing=differing, level=level) >= CHANCE
-        low, high = (low, middle) if is_seen else (middle, high)
+        low, high = (low, middle) if is_seen(middle) else (middle, high)
     return high
+
+
+def _shows(problems: int, gain: float, differing: float, level: float, min_gain: float) -> bool:
+    """Return whether the test passes at the outcome that is worse, by the normal approximation, than CHANCE of all."""
+    unlucky = gain - _z(1 - CHANCE) * sqrt(max(0.0, differing - gain**2) / problems)
+    unlucky = max(unlucky, -differing)
+    wins, losses = (round(problems * (differing + sign * unlucky) / 2) for sign in (1, -1))
+    return improvement_p(Tally(wins, losses, problems), min_gain) <= level
 
 
 def problems_needed(gain: float, level: float, differing: float = DIFFERING) -> int:

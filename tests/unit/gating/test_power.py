@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from rlhf_core.gating import Tally, chance_to_pass, fewest_problems, power, sign_test, smallest_gain
+from rlhf_core.gating import Tally, chance_to_pass, fewest_problems, improvement_p, power, sign_test, smallest_gain
 from rlhf_core.gating.power import problems_needed
 from tests.reference import exact_tests
 
@@ -38,6 +38,16 @@ def test_the_smallest_gain_is_seen_in_eight_of_ten_draws() -> None:
     assert smallest_gain(20, LEVEL) is None
 
 
+def test_the_smallest_gain_above_a_least_one_is_seen_in_about_eight_of_ten_draws() -> None:
+    for min_gain in (0.05, -0.1):
+        gain = smallest_gain(200, LEVEL, min_gain=min_gain)
+        assert gain is not None
+        draws = np.random.default_rng(0).multinomial(200, [(0.3 + gain) / 2, (0.3 - gain) / 2, 0.7], size=200)
+        passed = np.mean([improvement_p(Tally(*map(int, draw[:2]), 200), min_gain) <= LEVEL for draw in draws])
+        assert passed == pytest.approx(0.8, abs=0.1)  # standard error 0.03, and the normal approximation's
+    assert smallest_gain(200, LEVEL, min_gain=0.25) is None
+
+
 def test_so_many_problems_as_are_told_show_the_gain() -> None:
     assert power(problems=problems_needed(0.08, LEVEL), gain=0.08, differing=0.3, level=LEVEL) == pytest.approx(
         0.8, abs=0.02
@@ -46,8 +56,11 @@ def test_so_many_problems_as_are_told_show_the_gain() -> None:
 
 def test_below_the_fewest_problems_all_of_them_would_not_suffice() -> None:
     for level in (0.05, 0.03125, LEVEL):
-        fewest = fewest_problems(level)
-        assert 0.5**fewest <= level < 0.5 ** (fewest - 1)
+        for min_gain in (0.0, 0.2, -0.3):
+            fewest = fewest_problems(level, min_gain)
+            enough, too_few = (improvement_p(Tally(n, 0, n), min_gain) for n in (fewest, fewest - 1))
+            assert enough <= level < too_few
+    assert fewest_problems(LEVEL, -1.0) == 1
 
 
 def test_the_chance_to_pass_is_about_that_of_draws_at_the_same_rates() -> None:

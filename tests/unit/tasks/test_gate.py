@@ -14,7 +14,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import Outcome, outcomes_to_jsonl
 from tasks import context as contexts
 from tasks.challenger import open_challenge
-from tasks.error_budget import next_level, power_sentence, spend
+from tasks.error_budget import next_level, power_sentence, spend, tell_power
 from tasks.promote import gate, promote
 from tasks.results import Decision, Parent, StageResult
 from tasks.stages import stage_result
@@ -415,6 +415,39 @@ def test_a_night_is_told_before_what_its_problems_can_show() -> None:
         "only a challenger can pass, with the problems of several nights"
     )
     assert "too few" not in power_sentence(13, level, nights=1)
+
+
+def test_a_night_is_told_too_what_shows_a_gain_above_a_least_one() -> None:
+    level = 0.05 / 365
+    told = power_sentence(200, level, nights=3, min_gain=0.05)
+    assert told == (
+        "200 held-out problems show a gain of 0.26 or more to be above gate.min_gain = 0.05 with 80% probability, "
+        "where the policies differ on 30% of them (p of 0.00014 is needed)"
+    )
+    assert "no gain below 0.3 to be above gate.min_gain = 0.2" in power_sentence(200, level, nights=1, min_gain=0.2)
+    few = power_sentence(14, level, nights=1, min_gain=0.05)  # 2 * (1.05 / 2)^14
+    assert "p would be 0.00024, and 0.00014 is needed; it can promote nothing" in few
+    assert few.endswith("or lower gate.min_gain or gate.nights_a_year")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gate": {"min_gain": 0.05}}, "to be above gate.min_gain = 0.05 with 80% probability, where the policies dif"),
+        ({"gate": {"min_gain": 0.05}, "evaluation": {"judge": "reward_model"}}, "; better is by more than gate.min_ga"),
+    ],
+    ids=["answers", "scores"],
+)
+def test_every_night_with_problems_is_told_before(
+    store: ArtifactStore, changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    del store  # its ledger has no comparison yet
+    night = PipelineConfig.model_validate({**config().model_dump(), **changes})
+    dataset = StageResult(
+        stage="data", uri="", digest="", reused=False, seconds=0, metrics={"problems_evaluation": 200}
+    )
+    tell_power(night, dataset)
+    assert said in caplog.messages[-1]
 
 
 def test_a_policy_that_gains_is_refused_for_what_else_it_lost_with_figure_and_threshold(

@@ -119,13 +119,15 @@ def evaluation_table(evaluations: dict[str, StageResult]) -> str:
                 "" if by_model else number(metrics, "accuracy_given_form"),
                 number(metrics, "well_formed"),
                 number(metrics, "truncated"),
+                str(metrics.get("unjudged") or ""),
             ]
         )
     constant = next((number(each.metrics, "constant_accuracy") for each in evaluations.values()), "")
     if constant and not by_model:
-        rows.append(["best constant answer", constant, "", "", ""])
+        rows.append(["best constant answer", constant, "", "", "", ""])
     shown = "mean score" if by_model else "right"
     header = [f"{shown} {INTERVAL}", "right, given the form", "ended" if by_model else "well formed", "cut off"]
+    header.append("not judged")  # an answer that is in no other figure; `table` leaves out a column without any
     policies = ", ".join(
         f"{role} is {prose(str(result.metrics['policy']))}"
         for role, result in evaluations.items()

@@ -110,6 +110,14 @@ def test_accuracy_stands_beside_the_best_constant_answer_and_the_accuracy_given_
     assert "Always answering `a|b` would be right 0.125 of the time." in report_text(facts(evaluations=rows), {})
 
 
+def test_answers_that_nobody_judged_are_counted_beside_the_figures_that_they_are_not_in() -> None:
+    lines = evaluation_table({"sft": evaluation("sft/test@1", unjudged=0), "ppo": evaluation("ppo", unjudged=7)})
+    header, _, sft, ppo, *_ = lines.splitlines()
+    assert header.endswith("| cut off | not judged |")
+    assert sft.endswith("| 0.250 |  |")
+    assert ppo.endswith("| 0.250 | 7 |")
+
+
 def test_where_a_reward_model_judges_its_mean_score_is_shown() -> None:
     judged = evaluation("policy/test@1", judge="reward_model", score=-0.5, low=-0.75, high=-0.25)
     lines = evaluation_table({"ppo": judged}).splitlines()

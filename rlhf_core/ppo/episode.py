@@ -201,7 +201,8 @@ class EpisodeLearner:
 
     def _check_abstained(self, collected: Experience, samples: Sequence[Sample]) -> None:
         judged = collected.action_mask.any(dim=1).sum().cpu()
-        of, abstained = self.learner.ranks.sum(torch.stack([torch.tensor(len(collected)), len(collected) - judged]))
+        counts = torch.stack([torch.tensor(len(collected)), len(collected) - judged])
+        of, abstained = counts if self.is_shared else self.learner.ranks.sum(counts)
         try:
             check_share(
                 [sample.failures for sample in samples if sample.abstains],

@@ -25,7 +25,7 @@ OTHERS = ("uneven_adapters", "agreement", "waiting")
 STATES = ("checkpoint", "gone_on:plain:strict", "gone_on:strict:plain", "merged", "merged:strict", "random_states")
 TROUBLES = (
     "exploding", "overflowing", "nan_advantage", "nan_gradient", "critic_gradient", "no_returns", "no_rows",
-    "other_rows",
+    "other_rows", "unjudged",
 )  # fmt: skip
 STRICT = (
     "whole", "mixed", "no_tokens_here", "unequal_micro_batches", "episode", "uneven", "uneven_adapters",
@@ -226,6 +226,7 @@ def test_a_ratio_that_explodes_on_one_rank_skips_the_actor_on_both(
         ("nan_gradient", "its gradient's norm nan"),
         ("no_rows", "at least one response on every rank, got none"),
         ("no_returns", "but the experience has none"),
+        ("unjudged", "3 of 8 samples of episode 1 could not be judged, more than ppo.max_abstained allows (0.25); rep"),
         ("other_rows", "expected all rows of the episode on every rank, got others on each"),
     ],
 )

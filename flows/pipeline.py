@@ -21,7 +21,7 @@ from tasks.one_process import one_process
 from tasks.parents import wants_reward_model
 from tasks.progress import with_lines_of_stages
 from tasks.promote import gate, promote
-from tasks.report.write import write_report
+from tasks.report.write import write_budget_spent, write_report
 from tasks.results import Decision
 from tasks.task_errors import in_one_sentence
 
@@ -97,7 +97,8 @@ def pipeline(
     policy = ppo(actor=actor, reward_model=reward_model, episodes=episodes, **common)
     if policy is None:
         told = "the night's budget was spent before PPO's first episode; the next run with the same data goes on"
-        return finished(None, told, see=stages[-1].uri)
+        see = write_budget_spent(config, stages, told, wall_s=time.monotonic() - started)
+        return finished(None, told, see=see)
     evaluations = evaluate(actor=policy.uri, reward_model=reward_model, **common)
     decision = gate(config, evaluations)
     champion = promote(decision)

@@ -54,10 +54,15 @@ MOST_EPISODES = 30
 _LONGEST_CONSTANT = 40
 
 
-def stage_list(facts: Facts) -> str:
-    """Return what each stage made, with its figures; a list, for some pages break no lines in a table."""
+def stage_list(stages: Sequence[StageResult], facts: Facts | None = None) -> str:
+    """Return what each stage made, with its figures; a list, for some pages break no lines in a table.
+
+    Args:
+        stages: in order.
+        facts: of the whole run; None of one that made no policy.
+    """
     return "\n".join(
-        f"* **{stage.stage}**: {stage_figures(stage, facts)} ({stage.uri}, {origin(stage)})" for stage in facts.stages
+        f"* **{stage.stage}**: {stage_figures(stage, facts)} ({stage.uri}, {origin(stage)})" for stage in stages
     )
 
 

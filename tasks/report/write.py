@@ -5,7 +5,9 @@ Matplotlib is imported only when a picture is drawn.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
@@ -60,7 +62,7 @@ def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
         parts += ["## Answers before and after PPO", change_counts(facts.changes), change_list(facts.changes)]
         parts.append("More of them, and samples of the last episode: samples.md.")
     parts += ["## PPO by episode", *shown(EPISODES), episode_tables(facts.episodes)]
-    parts += ["## Stages", stage_list(facts), *shown(*TRAINING.values())]
+    parts += ["## Stages", stage_list(facts.stages, facts), *shown(*TRAINING.values())]
     if facts.lineage:
         parts += ["## What the policy came from", block(facts.lineage)]
     parts += ["## Where the time went", time_table(facts)]
@@ -224,6 +226,59 @@ def write_report(
     return reference
 
 
+@stage_task(name="report")
+def write_budget_spent(config: PipelineConfig, stages: list[StageResult], told: str, *, wall_s: float) -> str:
+    """Store that a budget was spent before PPO, and put that on the page; return the `run` artifact's reference.
+
+    Args:
+        config: the resolved preset.
+        stages: that there were, in order.
+        told: a sentence of it.
+        wall_s: seconds since the run began.
+    """
+    context = open_context()
+    text = f"# {config.name}: no policy\n\n{prose(told, _LONGEST_REASON)}\n\n## Stages\n\n{stage_list(stages)}\n"
+    leave_if_taken_over()
+    reference = context.store.commit(
+        "run",
+        config.name,
+        {
+            REPORT: text.encode(),
+            FACTS: json.dumps({"told": told, "stages": [stage.model_dump() for stage in stages]}).encode(),
+            "config.json": config.model_dump_json(indent=1).encode(),
+        },
+        key=context.flow_run,
+        parents=[ArtifactRef(each.uri, each.digest) for each in stages],
+        config=config.model_dump(mode="json"),
+        metrics={
+            "promoted": False,
+            "budget_spent": True,
+            "unfinished": True,
+            "reason": told,
+            "champion": context.store.alias("policy", config.name, "champion"),
+            **_spent_and_when(context, config, stages, wall_s),
+        },
+        source_digest=source_digest(*(f"report/{name}" for name in MODULES)),
+        flow_run=context.flow_run,
+    )
+    only_shows(PAGE, deadline_s=DEADLINE_S)(show_markdown)(
+        "report", reference.uri, text, seen_at_once=f"No policy: the budget was spent; stored as {reference.uri}"
+    )
+    return reference.uri
+
+
+def _spent_and_when(
+    context: Context, config: PipelineConfig, stages: Sequence[StageResult], wall_s: float
+) -> dict[str, Any]:
+    """Return the figures that each night's report has: what it spent, by stage too, and the day that it stands for."""
+    return {
+        **spent(context, config)._asdict(),
+        "night": day_of_night(context, config),
+        "wall_s": wall_s,
+        "seconds": {each.stage: each.seconds for each in stages if not each.reused},
+    }
+
+
 @only_shows("the report's text")
 def _text(facts: Facts, pictures: dict[str, bytes]) -> str:
     return report_text(facts, pictures)
@@ -252,12 +307,9 @@ def _commit(context: Context, config: PipelineConfig, facts: Facts, files: dict[
             "promoted": facts.decision.promote,
             "difference": facts.decision.difference,
             "unfinished": PLANNED in facts.policy.metrics,
-            **spent(context, config)._asdict(),
-            "night": day_of_night(context, config),
             "reason": facts.decision.reason,
             "champion": facts.champion,
-            "wall_s": facts.wall_s,
-            "seconds": {each.stage: each.seconds for each in facts.stages if not each.reused},
+            **_spent_and_when(context, config, facts.stages, facts.wall_s),
         },
         source_digest=source_digest(*(f"report/{name}" for name in MODULES)),
         flow_run=context.flow_run,

@@ -14,7 +14,7 @@ from tasks import showing
 from tasks.pictures import style
 from tasks.promote import gate, promote
 from tasks.report import facts, page, write
-from tasks.report.write import show_episodes, show_evaluations, show_training, write_report
+from tasks.report.write import show_episodes, show_evaluations, show_training, write_budget_spent, write_report
 from tasks.results import Decision, StageResult
 from tasks.stages import stage_result
 from tests.unit.tasks.episodes import WIDTH, episode, size
@@ -136,6 +136,31 @@ def test_what_is_only_read_of_a_report_may_be_missing_with_a_warning_and_its_fig
     assert [f"{told}: not shown, and the run goes on without (ValueError: a fault of ours)"] == [
         record.getMessage() for record in caplog.records if record.levelname == "WARNING"
     ]
+
+
+def test_a_night_whose_budget_was_spent_before_ppo_has_a_report_with_what_it_made_and_spent(
+    store: ArtifactStore, made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
+) -> None:
+    config = PipelineConfig(name="test", data=DataConfig(task="chain_sum"))
+    sft, found = (
+        made("sft", "sft", {"metrics.jsonl": []}, first_loss=2.0, last_loss=1.0),
+        made("data", "dataset", {"problems.jsonl": []}),
+    )
+    told = "the budget was spent before *it*"
+    stages = [found.model_copy(update={"reused": True}), sft]
+    store.set_alias(made("ppo", "policy", {"metrics.jsonl": []}).uri, "champion", why="better", who="a person")
+    manifest = store.resolve(write_budget_spent.fn(config, stages, told, wall_s=9.0))  # type: ignore[attr-defined]
+    figures = manifest.metrics
+    assert (figures["promoted"], figures["budget_spent"], figures["unfinished"]) == (False, True, True)
+    assert (figures["reason"], figures["champion"], figures["wall_s"]) == (told, "policy/test@1", 9.0)
+    assert figures["seconds"] == {"sft": sft.seconds}
+    assert {"hours", "gpu_hours", "cost", "night"} <= figures.keys()
+    assert [parent.uri for parent in manifest.parents] == ["dataset/test@1", "sft/test@1"]
+    body, description = shown["test-report"]
+    assert body == store.read_bytes(manifest, "report.md").decode()
+    assert "before \\*it\\*" in body
+    assert "* **sft**: loss 2.000 to 1.000 (sft/test@1, made now)" in body
+    assert description.endswith("stored as run/test@1")
 
 
 def test_a_run_that_only_a_reward_model_judged_is_compared_promoted_and_reported(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.output import Json, console, write_json, write_lines
+from rlhf_core.config.budget import HOUR_S
 from rlhf_core.counting import counted
 from rlhf_core.escaping import one_line
 
@@ -13,11 +14,16 @@ if TYPE_CHECKING:
 
 _INDENT = 12 * " "
 _LONGEST_REASON = 200
+_DECIDED = {"nothing_new": "nothing new", "budget_spent": "budget spent", "promoted": "promoted"}
+"""What a report's figures say was decided, the first that is true."""
+_GOES_ON = ", and goes on"
+"""Of a night that its budget ended before PPO's last episode."""
+_SPENT = ("hours", "gpu_hours", "cost")
 _FIGURES = ("new_files", "bad_files", "new_rows", "known_rows", "learnt_rows", "old_rows", "waiting_rows")
 
 
 def nights(name: str | None = None, /, *, as_json: Json = False) -> None:
-    """List the nights, oldest first: data, time by stage, decision. A night without a report has not ended well.
+    """List the nights, oldest first: data, time by stage, cost, decision. A night without a report has not ended well.
 
     Args:
         name: of the artifacts, as in `policy/NAME`; all when left out.
@@ -59,7 +65,7 @@ def _ended(report: Manifest, datasets: dict[str, Manifest], made: dict[str, Mani
     by_stage: Any = report.metrics.get("seconds")
     if by_stage is None:  # of an earlier release: also what it found in the store
         by_stage = {made[uri].kind: made[uri].metrics.get("seconds", 0) for uri in parents if uri in made}
-    nothing, promoted = bool(report.metrics.get("nothing_new")), bool(report.metrics.get("promoted"))
+    nothing = bool(report.metrics.get("nothing_new"))
     return {
         "night": report.metrics.get("night") or f"{report.created.astimezone():%Y-%m-%d}",
         "name": report.name,
@@ -71,7 +77,9 @@ def _ended(report: Manifest, datasets: dict[str, Manifest], made: dict[str, Mani
         "problems": sum(int(str(value)) for key, value in figures.items() if key.startswith("problems_")),
         "wall_s": report.metrics.get("wall_s"),
         "seconds": {} if nothing else by_stage,
-        "decision": "nothing new" if nothing else "promoted" if promoted else "not promoted",
+        "spent": {key: report.metrics[key] for key in _SPENT if key in report.metrics},
+        "decision": next((told for key, told in _DECIDED.items() if report.metrics.get(key)), "not promoted"),
+        "unfinished": bool(report.metrics.get("unfinished")),
         "reason": report.metrics.get("reason"),
         "champion": report.metrics.get("champion"),
     }
@@ -89,7 +97,9 @@ def _open(dataset: Manifest) -> dict[str, Any]:
         "problems": sum(int(str(value)) for key, value in dataset.metrics.items() if key.startswith("problems_")),
         "wall_s": None,
         "seconds": {},
+        "spent": {},
         "decision": "not ended",
+        "unfinished": True,
         "reason": "it has failed, or is still at work; what it took in is new to the next night",
         "champion": None,
     }
@@ -101,9 +111,15 @@ def _lines(night: dict[str, Any]) -> list[str]:
 
     where = night["report"] or night["dataset"]
     by_stage = ", ".join(f"{stage} {duration(float(seconds))}" for stage, seconds in night["seconds"].items())
-    spent = "" if night["wall_s"] is None else f"  {duration(night['wall_s'])}"
-    spent += f"  ({by_stage})" if by_stage else ""
-    lines = [f"{night['night']}  {where}  {night['decision']}{spent}", f"{_INDENT}{_told(night)}"]
+    spent = night["spent"]
+    # hours of work are those of all starts, wall_s those of the last
+    worked_s = HOUR_S * spent.get("hours", 0) or night["wall_s"]
+    figures = "" if worked_s is None else f"  {duration(worked_s)}"
+    figures += f"  ({by_stage})" if by_stage else ""
+    figures += f"  {spent['gpu_hours']:.2f} GPU hours" if spent.get("gpu_hours") else ""
+    figures += f"  cost {spent['cost']:.2f}" if spent.get("cost") else ""
+    decided = night["decision"] + _GOES_ON * (night["unfinished"] and night["report"] is not None)
+    lines = [f"{night['night']}  {where}  {decided}{figures}", f"{_INDENT}{_told(night)}"]
     if night["reason"]:
         lines.append(_INDENT + one_line(str(night["reason"]), _LONGEST_REASON))
     return lines

@@ -63,6 +63,23 @@ def test_nights_are_told_with_data_cost_and_decision(year: ArtifactStore) -> Non
     assert nights_of(year, "others") == []
 
 
+def test_a_night_is_told_with_what_all_its_starts_took_and_cost_and_whether_it_goes_on(
+    store: ArtifactStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"night": "2026-11-20", "wall_s": 60.0, "hours": 0.5, "gpu_hours": 2.0, "cost": 7.5, "unfinished": True}
+    commit(store, "run", commit(store, "dataset", **DATA), promoted=True, reason="+0.1 right", **figures)
+    spent = {"promoted": False, "budget_spent": True, "unfinished": True, "reason": "spent before PPO"}
+    commit(store, "run", commit(store, "dataset", **DATA | {"new_files": 4}), **spent, hours=0.1, gpu_hours=0, cost=0)
+    first, second = nights_of(store, "team")
+    assert (first["spent"], first["unfinished"]) == ({"hours": 0.5, "gpu_hours": 2.0, "cost": 7.5}, True)
+    assert (second["decision"], second["reason"]) == ("budget spent", "spent before PPO")
+    assert main(["nights", "team"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2026-11-20  run/team@1  promoted, and goes on  30:00 min  2.00 GPU hours  cost 7.50"
+    assert lines[3].endswith("run/team@2  budget spent, and goes on  6:00 min")
+    assert lines[4].strip().startswith("4 new files")
+
+
 def test_the_lines_and_the_json_say_the_same(year: ArtifactStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nights", "team"]) == 0
     lines = capsys.readouterr().out.splitlines()

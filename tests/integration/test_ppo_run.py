@@ -119,6 +119,7 @@ def test_a_run_whose_processes_were_killed_ends_with_the_same_bits(run: Run, und
     assert run.weights() == undisturbed["weights"]
 
 
+@pytest.mark.clusters
 def test_a_run_that_a_nights_budget_ended_goes_on_the_next_night_to_the_same_bits(
     run: Run, undisturbed: dict[str, Any]
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_run_that_a_nights_budget_ended_goes_on_the_next_night_to_the_same_bit
     assert (last.metrics["episodes"], "planned_episodes" in last.metrics) == (EPISODES, False)
 
 
+@pytest.mark.clusters
 def test_the_best_episode_is_kept_and_found_again_after_a_kill(run: Run) -> None:
     ppo = run.config.ppo.model_copy(update={"evaluate_every": 1})
     splits = run.config.data.splits.model_copy(update={"development": 8})

@@ -15,7 +15,7 @@ from infra.artifacts import ArtifactStore, open_store
 from infra.settings import CHECKOUT
 from tests.integration.nights_of_projects import SUMS_PROJECT
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.stack]
 
 
 class Nights(NamedTuple):

@@ -32,7 +32,7 @@ def failing(*calls: int) -> WeightedScorer:
 
 
 def test_a_run_goes_on_where_some_calls_fail_and_its_log_counts_them(tmp_path: Path) -> None:
-    judge = failing(1, 4, 6)  # of episode 1 the second sample, of episode 2 a whole minibatch of two, as seed 0 draws it
+    judge = failing(1, 4, 6)  # of episode 1 the second sample, of episode 2 the second minibatch
     ours = trainer(scorer=judge)
     stats = record_stats(ours)
     ours.fit(2, 2, 1, prompts(8, shuffle=False), log_dir=tmp_path)

@@ -32,6 +32,7 @@ from tasks.task_errors import stage_task
 if TYPE_CHECKING:
     from infra.artifacts import Manifest
     from rlhf_core.config import SourceConfig
+    from rlhf_core.config.sizes import Sizes
     from rlhf_core.data import PromptTemplate
     from rlhf_core.data.arriving import Arrived, Ledger, PastNight, Tonight
     from rlhf_core.data.preparing import Prepared
@@ -42,6 +43,8 @@ LEDGER, MARKS = f"{FOLDER}/ledger.json", f"{FOLDER}/rows.bin"
 LEARNT = "learnt"
 """Alias of the dataset whose ledger counts."""
 DAY = "%Y-%m-%d"
+_LEARNS = {"sft": "SFT", "preferences": "the reward model", "ppo": "PPO"}
+"""What learns from a split."""
 _NIGHT = "night"
 _SHOWN = 5
 
@@ -221,6 +224,9 @@ class Intake:
         template: PromptTemplate,
         given: Mapping[str, ReadSet[Any]],
         as_of: str | None,
+        *,
+        sizes: Sizes,
+        reads: Sequence[str],
     ) -> None:
         """Read what has arrived.
 
@@ -230,22 +236,34 @@ class Intake:
             template: of the model that learns from it.
             given: sets that do not grow.
             as_of: the parameter of this name.
+            sizes: what is asked for.
+            reads: splits that the run reads.
 
         Raises:
             DataError: a source cannot be reached, or too many files are bad.
         """
-        from rlhf_core.data.arriving import RowMarks, join, read_new, rows_from_jsonl
+        from rlhf_core.data.arriving import ARRIVING, RowMarks, join, read_new, rows_from_jsonl
 
-        self._context, self._config = context, config
+        self._context, self._config, self._reads = context, config, reads
         self.night = settle_night(context, config, as_of)
         self.ledger = _ledger(context, self.night)
         before = None if self.night.before is None else context.store.resolve(self.night.before.uri)
         self._marks = RowMarks(b"" if before is None else context.store.read_bytes(before, MARKS))
         access = data_access(context.settings)
         self.arrived = read_new(config.data, self.ledger, self._marks, access, template, as_of=self.night.as_of)
-        pending = {role: rows_from_jsonl(role, _body(context, before, _pending(role))) for role in self.arrived.roles}
+        pending = {role: rows_from_jsonl(role, _body(context, before, _pending(role))) for role in ARRIVING}
         past = self.ledger.model_copy(update={"nights": self._nights})
-        self.tonight: Tonight = join(config, past, self.arrived, pending, self._learnt, given, as_of=self.night.as_of)
+        self.tonight: Tonight = join(
+            config,
+            past,
+            self.arrived,
+            pending,
+            self._learnt,
+            given,
+            sizes=sizes,
+            reads=reads,
+            as_of=self.night.as_of,
+        )
         self.sets = self.tonight.sets(self.arrived, given)
 
     @cached_property
@@ -263,20 +281,27 @@ class Intake:
 
     @property
     def inputs(self) -> list[str]:
-        """What names tonight's dataset besides its rows: the ledger before it, and the files."""
+        """What names tonight's dataset besides its rows: the ledger before it, the files, and what is not learnt."""
+        from rlhf_core.data.arriving import LEARNING
+
         before = self.night.before
         files = sorted(f"{each.role} {each.digest} {each.fault or ''}" for each in self.arrived.files)
-        return [f"ledger {before.digest if before else ''}", *files]
+        left = [f"not learnt: {split}" for split in LEARNING if split not in self._reads]
+        return [f"ledger {before.digest if before else ''}", *files, *left]
 
     def nothing(self) -> NothingNew | None:
-        """Return why there is too little to begin with; None if there is enough."""
+        """Return why there is too little to begin with; None if there is enough, or nothing is to be learnt."""
+        from rlhf_core.data.arriving import LEARNING
+
         arrivals, count = self._config.data.arrivals, self.tonight.to_learn
         assert arrivals is not None
-        if count >= arrivals.min_rows:
+        if count >= arrivals.min_rows or not set(LEARNING) & set(self._reads):
             return None
         figures = _figures(self.arrived)
         if count:
             why = f"{counted(count, 'row')} to learn, fewer than data.arrivals.min_rows = {arrivals.min_rows}"
+        elif self.tonight.for_others:
+            why = f"nothing to learn tonight: {_for_others(self.tonight)}"
         elif figures["new_rows"]:
             why = f"{counted(figures['new_rows'], 'new row')}, held out for the evaluation"
         elif figures["known_rows"]:
@@ -295,7 +320,7 @@ class Intake:
         """Return what the dataset holds of the arrivals, and its figures of them."""
         from rlhf_core.data.arriving import Ledger, rows_to_jsonl, settle_rows
 
-        settled = settle_rows(self._config, self.tonight, made)
+        settled = settle_rows(self._config, self.tonight, made, reads=self._reads)
         learnt = {role: len(rows) for role, rows in settled.learnt.items()}
         figures = _figures(self.arrived) | {
             "learnt_rows": sum(learnt.values()),
@@ -325,7 +350,7 @@ class Intake:
             f"{since}: {counted(figures['new_files'], 'new file')}, {counted(figures['new_rows'], 'new row')}",
             f"{figures['known_rows']} known to earlier nights" if figures["known_rows"] else "",
             f"{figures['old_rows']} of earlier nights beside them" if figures["old_rows"] else "",
-            f"{figures['waiting_rows']} wait for a place in a later night" if figures["waiting_rows"] else "",
+            f"{figures['waiting_rows']} wait for a later night" if figures["waiting_rows"] else "",
         ]
         say("data", ", ".join(filter(None, parts)))
         for told in self.remarks():
@@ -341,6 +366,11 @@ class Intake:
             )
         if tonight.clashing:
             told.append(f"left out {counted(tonight.clashing, 'row')} whose prompt stands in another set")
+        if tonight.for_others:
+            told.append(_for_others(tonight))
+        if tonight.unnamed:
+            rows = (f"{len(rows)} of data.{role}" for role, rows in tonight.unnamed.items())
+            told.append(f"kept for a night whose configuration names them again: {', '.join(rows)}")
         if tonight.instead:
             told.append(f"nothing has arrived for {', '.join(tonight.instead)}: rows of earlier nights serve")
         if tonight.gone:
@@ -356,7 +386,7 @@ class Intake:
             "known_rows": "rows that earlier nights had",
             "learnt_rows": "rows learnt for the first time",
             "old_rows": "rows of earlier nights beside them",
-            "waiting_rows": "rows that wait for a place in a later night",
+            "waiting_rows": "rows that wait for a later night",
         }
         rows = [[told, f"{figures[name]:,}"] for name, told in words.items()]
         before = self.night.before.uri if self.night.before else "none"
@@ -365,6 +395,11 @@ class Intake:
         parts += ["\n".join(f"* {prose(each.told)}" for each in self.arrived.bad)]
         parts += [prose(told) for told in self.remarks() if not told.startswith("in quarantine")]
         return "\n".join(f"\n{part}" for part in parts if part) + "\n"
+
+
+def _for_others(tonight: Tonight) -> str:
+    rows = (f"{counted(count, 'row')} for {_LEARNS[split]}" for split, count in tonight.for_others.items())
+    return f"what this run does not train has {', '.join(rows)}, which wait for a night that does"
 
 
 def _pending(role: str) -> str:

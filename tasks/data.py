@@ -115,16 +115,16 @@ def prepare_data(
         return before
     template = _template(context, config)
     intake: Intake | None = None
+    sizes = sizes or as_they_are(config)
     if config.data.arrivals is None:
         sets = _read_as_it_began(context, config, template)
     else:
         given = _read_as_it_began(context, _less_what_arrives(config), template)
-        intake = Intake(context, config, template, given, as_of)
+        intake = Intake(context, config, template, given, as_of, sizes=sizes, reads=reads)
         if (nothing := intake.nothing()) is not None:
             return nothing
         sets = intake.sets
     source = source_digest("data", "arrivals")
-    sizes = sizes or as_they_are(config)
     rotation = _rotation(context, config) if {"ppo", "evaluation"} <= set(reads) else None
     facts = _facts(config, sizes, template, rotation)
     inputs = [f"{role} {digest}" for role, digest in set_digests(sets).items()]

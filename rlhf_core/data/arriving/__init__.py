@@ -1,12 +1,13 @@
 """Sources that grow: what has arrived, what of it was known before, and what a night learns and leaves."""
 
 from rlhf_core.data.arriving.found import FoundFile, files_of, role_of_arrivals
-from rlhf_core.data.arriving.joining import Tonight, join, settle_rows
+from rlhf_core.data.arriving.joining import LEARNING, Tonight, join, settle_rows
 from rlhf_core.data.arriving.ledger import KnownFile, Ledger, PastNight, RowMarks, rows_from_jsonl, rows_to_jsonl
 from rlhf_core.data.arriving.reading import ARRIVING, Arrived, is_anything_new, read_new
 
 __all__ = [
     "ARRIVING",
+    "LEARNING",
     "Arrived",
     "FoundFile",
     "KnownFile",

@@ -18,24 +18,29 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.data.arriving.ledger import rows_to_jsonl
 from rlhf_core.data.arriving.reading import ARRIVING
 from rlhf_core.data.preferences import PreferencePair, used_pairs
+from rlhf_core.data.preparing.lengths import PAIRS
+from rlhf_core.data.preparing.prepare import sides_of
 from rlhf_core.data.preparing.splits import is_held_out
 from rlhf_core.data.problems import problem_key
 from rlhf_core.data.reading import ReadSet, SourceFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from datetime import datetime
 
     from rlhf_core.config import ArrivalsConfig, DataConfig, PipelineConfig
+    from rlhf_core.config.sizes import Sizes
     from rlhf_core.data.arriving.ledger import Ledger, PastNight
     from rlhf_core.data.arriving.reading import Arrived, NewRows
     from rlhf_core.data.preparing import Prepared
+    from rlhf_core.data.preparing.splits import Sides
 
 Rows = dict[str, list[Any]]
 """By role."""
 Learnt = Callable[["PastNight", str], "list[Any] | None"]
 """Returns what a night was the first to learn of a role; None where its dataset is no longer in the store."""
-_LEARNING = ("sft", "preferences", "ppo")
+LEARNING = ("sft", "preferences", "ppo")
+"""Splits that are learnt from; a reward model learns from `preferences`, given pairs too."""
 
 
 @dataclass
@@ -55,9 +60,11 @@ class Tonight:
     instead: tuple[str, ...] = ()
     """Roles of which nothing has arrived, so that old rows serve."""
     to_learn: int = 0
-    """Fresh rows that are not held out."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Old rows by role."""
+    """Fresh rows that a stage of this run may learn."""
+    for_others: dict[str, int] = field(default_factory=dict)
+    """Fresh rows that only a stage may learn which this run does not train, by split."""
+    unnamed: Rows = field(default_factory=dict)
+    """By role, what waits or is held out of roles that the configuration does not name tonight."""
 
     def sets(self, arrived: Arrived, given: Mapping[str, ReadSet[Any]]) -> dict[str, ReadSet[Any]]:
         """Return the sets as a run without arrivals reads them.
@@ -86,6 +93,8 @@ def join(
     learnt: Learnt,
     given: Mapping[str, ReadSet[Any]],
     *,
+    sizes: Sizes,
+    reads: Collection[str],
     as_of: datetime,
 ) -> Tonight:
     """Return the rows of a night.
@@ -97,13 +106,16 @@ def join(
         pending: by role, what the last night held out or had no place for.
         learnt: returns what a night was the first to learn.
         given: sets that do not grow, such as one for evaluation: their prompts are learnt in no other.
+        sizes: what is asked for, in proportion to which the stages share a set.
+        reads: splits that the run reads.
         as_of: up to when tonight looks.
     """
     data, arrivals = config.data, config.data.arrivals
     assert arrivals is not None
-    fresh = {role: [*new.rows, *pending.get(role, [])] for role, new in arrived.roles.items()}
+    fresh = {role: [*pending.get(role, []), *new.rows] for role, new in arrived.roles.items()}
     clashing = _one_set_for_a_prompt(fresh, given)
-    to_learn = {role: [row for row in rows if not _is_held_out(row, data)] for role, rows in fresh.items()}
+    stages = _Stages(sides_of(config, (*fresh, *given), sizes), reads)
+    to_learn = {role: [row for row in rows if stages.of(role, row) in reads] for role, rows in fresh.items()}
     past = _Past(ledger.nights, learnt, data)
     window = _window(ledger.nights, arrivals, as_of)
     begins = len(ledger.nights) - len(window)
@@ -114,7 +126,8 @@ def join(
         now = len(to_learn[role]) + len(rows)
         wanted = round(arrivals.replay / (1 - arrivals.replay) * now)
         rows.extend(past.drawn(role, ledger.nights[:begins], wanted, seed=config.seed))
-    instead = [role for role, rows in to_learn.items() if not rows and not old[role] and any(to_learn.values())]
+    instead = [role for role in stages.roles(to_learn) if not to_learn[role] and not old[role]]
+    instead = instead if any(to_learn.values()) else []
     enough = sum(data.splits.model_dump().values())
     for role in instead:
         old[role] = past.newest(role, enough)
@@ -127,8 +140,39 @@ def join(
         tuple(sorted(past.gone)),
         tuple(role for role in instead if old[role]),
         sum(map(len, to_learn.values())),
-        {role: len(rows) for role, rows in old.items()},
+        stages.others(fresh),
+        {role: rows for role, rows in pending.items() if rows and role not in fresh},
     )
+
+
+class _Stages:
+    """Which stage may learn a row, and whether this run trains it."""
+
+    def __init__(self, sides: Sides, reads: Collection[str]) -> None:
+        self._sides, self._reads = sides, reads
+
+    def of(self, role: str, row: Any) -> str | None:
+        """Return the split that a row may serve; None if it is held out, or serves nothing."""
+        return self._split(self._sides.of_prompt(role, key_of(row)))
+
+    def roles(self, roles: Iterable[str]) -> list[str]:
+        """Return the roles from which a stage of this run learns."""
+        shares = self._sides.shares
+        return [
+            role
+            for role in roles
+            if any(share and self._split(side) in self._reads for side, share in shares[role].items())
+        ]
+
+    def others(self, rows: Rows) -> dict[str, int]:
+        """Return how many rows only stages may learn that this run does not train."""
+        counts = Counter(self.of(role, row) for role, each in rows.items() for row in each)
+        return {split: counts[split] for split in LEARNING if split not in self._reads and counts[split]}
+
+    @staticmethod
+    def _split(side: str | None) -> str | None:
+        found = "preferences" if side == PAIRS else side
+        return found if found in LEARNING else None
 
 
 def _window(nights: Sequence[PastNight], config: ArrivalsConfig, as_of: datetime) -> Sequence[PastNight]:
@@ -221,27 +265,30 @@ class Settled:
 
     learnt: Rows
     pending: Rows
-    """Held out, or without a place tonight."""
+    """Held out, or without a place tonight: no room, or no stage that learns them."""
     waiting: int
     """Of these, the rows without a place."""
     left_out: int
     """Rows that no stage can use, such as those that are too long."""
 
 
-def settle_rows(config: PipelineConfig, tonight: Tonight, made: Prepared) -> Settled:
+def settle_rows(config: PipelineConfig, tonight: Tonight, made: Prepared, *, reads: Collection[str]) -> Settled:
     """Return what became of each fresh row once the splits were filled.
 
     Args:
         config: the preset.
         tonight: the rows.
         made: what `prepare` made of them.
+        reads: splits that the run reads; what stands in others waits for a run that reads them.
     """
-    taken = {row.key for split in _LEARNING for row in made.splits[split]}
-    pairs = used_pairs(made.pairs or (), config.reward_model, seed=config.seed)
+    taken = {row.key for split in LEARNING if split in reads for row in made.splits[split]}
+    waiting = made.waiting | {row.key for split in LEARNING if split not in reads for row in made.splits[split]}
+    pairs = used_pairs(made.pairs or (), config.reward_model, seed=config.seed) if "preferences" in reads else ()
     used, fitting = {_said(each) for each in pairs}, {_said(each) for each in made.pairs or ()}
     learnt: Rows = {role: [] for role in tonight.fresh}
-    pending: Rows = {role: [] for role in tonight.fresh}
+    pending: Rows = {role: [] for role in tonight.fresh} | tonight.unnamed
     counts: Counter[str] = Counter()
+    counts["waiting"] = sum(not _is_held_out(row, config.data) for rows in tonight.unnamed.values() for row in rows)
     for role, rows in tonight.fresh.items():
         for row in rows:
             key = key_of(row)
@@ -249,7 +296,7 @@ def settle_rows(config: PipelineConfig, tonight: Tonight, made: Prepared) -> Set
                 pending[role].append(row)
             elif key in taken or (isinstance(row, PreferencePair) and _said(row) in used):
                 learnt[role].append(row)
-            elif key in made.waiting or (isinstance(row, PreferencePair) and _said(row) in fitting):
+            elif key in waiting or (isinstance(row, PreferencePair) and _said(row) in fitting):
                 pending[role].append(row)
                 counts["waiting"] += 1
             else:

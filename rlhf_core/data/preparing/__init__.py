@@ -10,6 +10,7 @@ from rlhf_core.data.preparing.prepare import (
     read_sets,
     role_of,
     set_digests,
+    sides_of,
     with_source,
 )
 from rlhf_core.data.preparing.report import DataReport, SetReport, describe_set, report_to_markdown
@@ -33,5 +34,6 @@ __all__ = [
     "role_of",
     "set_digests",
     "shared_prompts",
+    "sides_of",
     "with_source",
 ]

@@ -178,8 +178,7 @@ def prepare(
         ConfigError: if nothing says how a prompt is put to the model.
     """
     asked = sizes or as_they_are(config)
-    wishes = {split: asked.wanted[split_key(split)] for split in SPLITS}
-    sides = Sides.of(config.data, sets, wishes, pairs=config.reward_model.pairs)
+    sides = sides_of(config, sets, asked)
     sets, findings = lint_sets(
         sets, config, meter, is_held_out=lambda name, key: sides.of_prompt(name, key) == EVALUATION
     )
@@ -235,6 +234,18 @@ def prepare(
     return Prepared(
         splits, pairs, report, filled, tuple(faults), settled.for_all, len(heldout[EVALUATION]), until, waiting
     )
+
+
+def sides_of(config: PipelineConfig, given: Collection[str], sizes: Sizes) -> Sides:
+    """Return what each prompt of a run may serve.
+
+    Args:
+        config: the preset.
+        given: keys of the sets that the run has.
+        sizes: what is asked for, in proportion to which the stages share a set.
+    """
+    wishes = {split: sizes.wanted[split_key(split)] for split in SPLITS}
+    return Sides.of(config.data, given, wishes, pairs=config.reward_model.pairs)
 
 
 def _asked_tonight(heldout: Sequence[Problem], size: int, after: str | None) -> tuple[list[Problem], str | None]:

@@ -63,12 +63,12 @@ class Nights:
         os.utime(path, (then, then))
         return path
 
-    def prepare(self, **changes: Any) -> Any:
-        return prepare_data.fn(self.config(**changes), None, reads=READS)  # type: ignore[attr-defined]
+    def prepare(self, *, reads: tuple[str, ...] = READS, **changes: Any) -> Any:
+        return prepare_data.fn(self.config(**changes), None, reads=reads)  # type: ignore[attr-defined]
 
-    def night(self, **changes: Any) -> Any:
+    def night(self, *, reads: tuple[str, ...] = READS, **changes: Any) -> Any:
         """Prepare a night, and let it end well."""
-        made = self.prepare(**changes)
+        made = self.prepare(reads=reads, **changes)
         if isinstance(made, StageResult):
             self.end_well(made)
         return made
@@ -358,6 +358,101 @@ def test_a_row_that_is_too_long_stops_no_night(nights: Nights) -> None:
     assert made.metrics["too_long"] == 1
     nights.arrive("c.jsonl", range(100, 120))
     assert nights.night().metrics["too_long"] == 0
+
+
+PROBLEMS = {
+    "data.prompts": None,
+    "data.verifier": "exact",
+    "ppo.reward": {"verifier": 1.0},
+    "evaluation.judge": "verifier",
+    "data.splits": {"sft": 40, "preferences": 0, "ppo": 40, "evaluation": 8},
+}
+
+
+def worked(numbers: Any) -> str:
+    """Return problems whose answers can be learnt, as GSM8K writes them."""
+    rows = ({"question": f"Tell me of {n}.", "answer": f"It is said.\n#### {n}"} for n in numbers)
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_rows_of_a_stage_that_a_night_does_not_train_wait_for_one_that_does(nights: Nights) -> None:
+    problems = {**PROBLEMS, "data.problems": str(nights.folder)}
+    nights.arrive("a.jsonl", (), raw=worked(range(60)))
+    said: list[str] = []
+    with telling(said.append):
+        without = nights.night(reads=READS, **problems)
+    ours, others = nights.rows(without, "ppo"), nights.rows(without, "sft")
+    assert ours
+    assert others
+    assert without.metrics["learnt_rows"] == len(ours)
+    assert without.metrics["waiting_rows"] == len(others)
+    assert any(f"has {len(others)} rows for SFT, which wait for a night that does" in line for line in said)
+    ended = nights.night(reads=READS, **problems)
+    assert f"nothing to learn tonight: what this run does not train has {len(others)} rows for SFT" in ended.told
+    full = nights.prepare(reads=("sft", *READS), **problems)
+    assert isinstance(full, NothingNew), "PPO has nothing, and is to be trained"
+    nights.arrive("b.jsonl", (), raw=worked(range(100, 130)))
+    full = nights.night(reads=("sft", *READS), **problems)
+    assert set(others) < set(nights.rows(full, "sft"))
+    assert not set(ours) & {*nights.rows(full, "sft"), *nights.rows(full, "ppo")}
+    assert full.metrics["waiting_rows"] == 0
+
+
+def test_a_night_that_trains_more_makes_a_dataset_of_its_own(nights: Nights) -> None:
+    problems = {**PROBLEMS, "data.problems": str(nights.folder)}
+    nights.arrive("a.jsonl", (), raw=worked(range(60)))
+    without = nights.prepare(reads=READS, **problems)
+    full = nights.night(reads=("sft", *READS), **problems)
+    assert full.uri != without.uri, "else what it learns would count as waiting"
+    assert full.metrics["waiting_rows"] == 0
+
+
+def pair(number: int) -> dict[str, str]:
+    return {"prompt": f"Tell me of {number}.", "chosen": f"It is {number}.", "rejected": "I do not know."}
+
+
+def test_pairs_wait_for_a_night_that_trains_a_reward_model(nights: Nights) -> None:
+    pairs = nights.folder.with_name("pairs.jsonl")
+    pairs.write_text("".join(json.dumps(pair(n)) + "\n" for n in range(1000, 1020)))
+    os.utime(pairs, (time.time() - HOUR,) * 2)
+    both = {"data.preferences": str(pairs)}
+    nights.arrive("a.jsonl", range(20))
+    without = nights.night(**both)
+    waiting = without.metrics["waiting_rows"]
+    assert waiting > 10
+    nights.arrive("b.jsonl", range(100, 120))
+    assert nights.night(**both).metrics["waiting_rows"] == waiting
+    nights.arrive("c.jsonl", range(200, 220))
+    with_pairs = nights.night(reads=("preferences", *READS), **both)
+    assert nights.ledger(with_pairs).learnt["preferences"] == 12, "reward_model.pairs"
+    assert with_pairs.metrics["waiting_rows"] == waiting - 12
+
+
+def test_what_waits_is_kept_while_the_configuration_does_not_name_its_role(nights: Nights) -> None:
+    pairs = nights.folder.with_name("pairs.jsonl")
+    pairs.write_text("".join(json.dumps(pair(n)) + "\n" for n in range(1000, 1020)))
+    os.utime(pairs, (time.time() - HOUR,) * 2)
+    both, full = {"data.preferences": str(pairs)}, ("preferences", *READS)
+    nights.arrive("a.jsonl", range(20))
+    waiting = nights.night(**both).metrics["waiting_rows"]
+    nights.arrive("b.jsonl", range(100, 120))
+    said: list[str] = []
+    with telling(said.append):
+        alone = nights.night()
+    assert alone.metrics["waiting_rows"] == waiting
+    assert "kept for a night whose configuration names them again: 20 of data.preferences" in said[-1]
+    assert "arrivals/pending-preferences.jsonl" in {each.path for each in nights.store.resolve(alone.uri).files}
+    nights.arrive("c.jsonl", range(200, 220))
+    again = nights.night(reads=full, **both)
+    assert nights.ledger(again).learnt["preferences"] == 12
+
+
+def test_an_evaluation_alone_needs_nothing_new(nights: Nights) -> None:
+    nights.arrive("a.jsonl", range(20))
+    nights.night()
+    found = nights.prepare(reads=("evaluation",))
+    assert nights.rows(found, "evaluation")
+    assert found.metrics["learnt_rows"] == 0
 
 
 def test_marks_tell_known_rows_and_grow_at_the_end() -> None:

@@ -80,7 +80,7 @@ def begin(
     values = before or preset_values(preset)
     draft = _draft(context, preset, data, values, {"name": name, "goes_on": before is not None, **parameters})
     if not is_dataset(data):
-        look_for_arrivals(context, draft.config, as_of)
+        look_for_arrivals(context, draft.config, as_of, learns=trains is not None)
     stages = _training(draft.config, trains, reads, **given)
     config = preflight(draft.config, trains=trains, stages=stages, **given)
     draft = draft._replace(config=config)

@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from prefect.states import Completed
 
+from rlhf_core.config import PipelineConfig
+from tasks.arrivals import NothingNew, NothingNewError
 from tasks.progress import say
 from tasks.results import PLANNED, StageResult
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def finished(result: R, told: str, *, see: str) -> R:
+def ends_without_news(
+    report: Callable[[PipelineConfig, NothingNew], str] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that ends a flow as completed, with a sentence, where data arrive and nothing is new.
+
+    Its result is None then. A flow that is called with a dataset never ends so.
+
+    Args:
+        report: stores that it was so, and returns the reference; None for a flow that makes no night.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except NothingNewError as end:
+                see = None if report is None else report(end.config, end.found)
+                return finished(None, str(end), see=see)  # type: ignore[return-value]
+
+        return guarded
+
+    return decorate
+
+
+def finished(result: R, told: str, *, see: str | None) -> R:
     """Return a flow's result as a state with a sentence; whoever called the flow gets the result.
 
     Args:
         result: what the flow returns.
         told: what it made, in words.
-        see: reference of what a person looks at first.
+        see: reference of what a person looks at first; None where nothing was stored.
     """
     say("done", told)
-    return Completed(message=f"{told} (rlhf artifacts show {see})", data=result)  # type: ignore[return-value]
+    shown = f" (rlhf artifacts show {see})" if see else ""
+    return Completed(message=f"{told}{shown}", data=result)  # type: ignore[return-value]
 
 
 def made(*results: StageResult) -> str:

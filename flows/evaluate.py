@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
-from flows.end import finished, made
+from flows.end import ends_without_news, finished, made
 from tasks.evaluate import contestants, evaluate_policy, find_judge
 from tasks.one_process import one_process
 from tasks.report.write import show_evaluations
@@ -18,6 +18,7 @@ from tasks.task_errors import in_one_sentence
 @flow(name="evaluate", persist_result=False)
 @in_one_sentence
 @one_process
+@ends_without_news()
 def evaluate(
     preset: str = "quickstart",
     model: str | None = None,

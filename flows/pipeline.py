@@ -8,12 +8,12 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
-from flows.end import finished, unfinished
+from flows.end import ends_without_news, finished, unfinished
 from flows.evaluate import evaluate
 from flows.ppo import ppo
 from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
-from tasks.arrivals import NothingNewError, count_as_learnt, write_nothing_new
+from tasks.arrivals import count_as_learnt, write_nothing_new
 from tasks.data import SPLITS
 from tasks.error_budget import tell_power
 from tasks.forecast import foretell
@@ -30,6 +30,7 @@ from tasks.task_errors import in_one_sentence
 @in_one_sentence
 @one_process
 @with_lines_of_stages
+@ends_without_news(write_nothing_new)
 def pipeline(
     preset: str = "quickstart",
     model: str | None = None,
@@ -59,23 +60,20 @@ def pipeline(
         as_of: where data arrive, a day such as 2026-11-27: what had arrived by its end; default: all that has.
     """
     started = time.monotonic()
-    try:
-        config, dataset, actor, reward_model = begin(
-            preset,
-            data,
-            name=name,
-            trains="ppo",
-            reads=SPLITS,
-            actor=actor,
-            reward_model=reward_model,
-            as_of=as_of,
-            model=model,
-            episodes=episodes,
-            seed=seed,
-            overrides=overrides,
-        )
-    except NothingNewError as end:
-        return finished(None, str(end), see=write_nothing_new(end.config, end.found))
+    config, dataset, actor, reward_model = begin(
+        preset,
+        data,
+        name=name,
+        trains="ppo",
+        reads=SPLITS,
+        actor=actor,
+        reward_model=reward_model,
+        as_of=as_of,
+        model=model,
+        episodes=episodes,
+        seed=seed,
+        overrides=overrides,
+    )
     tell_power(config, dataset)
     common: dict[str, Any] = {
         "preset": preset,

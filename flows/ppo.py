@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
-from flows.end import finished, made
+from flows.end import ends_without_news, finished, made
 from tasks.clusters import end_cluster
 from tasks.context import is_alone
 from tasks.forecast import foretell
@@ -29,6 +29,7 @@ from tasks.task_errors import in_one_sentence
 @flow(name="ppo", persist_result=False)
 @in_one_sentence
 @one_process
+@ends_without_news()
 def ppo(
     preset: str = "quickstart",
     model: str | None = None,

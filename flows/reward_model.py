@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
-from flows.end import finished, made
+from flows.end import ends_without_news, finished, made
 from tasks.one_process import one_process
 from tasks.parents import find_policy
 from tasks.preferences import collect_preferences
@@ -20,6 +20,7 @@ from tasks.task_errors import in_one_sentence
 @flow(name="reward-model", persist_result=False)
 @in_one_sentence
 @one_process
+@ends_without_news()
 def reward_model(
     preset: str = "quickstart",
     model: str | None = None,

@@ -70,7 +70,7 @@ class NothingNew(Plain):
 
 
 class NothingNewError(DataError):
-    """There is nothing to learn tonight: the flow `pipeline` ends with it as completed."""
+    """There is nothing to learn tonight: a flow ends with it as completed."""
 
     def __init__(self, config: PipelineConfig, found: NothingNew) -> None:
         super().__init__(found.told)
@@ -121,13 +121,14 @@ def day_of_night(context: Context, config: PipelineConfig) -> str:
     return f"{(night.as_of if night else datetime.now(UTC)).astimezone():{DAY}}"
 
 
-def look_for_arrivals(context: Context, config: PipelineConfig, as_of: str | None) -> None:
+def look_for_arrivals(context: Context, config: PipelineConfig, as_of: str | None, *, learns: bool = True) -> None:
     """End a night at once where no file is new and no row waits, by names, sizes and times alone.
 
     Args:
         context: the open context.
         config: the preset with the run's parameters.
         as_of: the parameter of this name.
+        learns: whether the run trains anything; if not, it needs nothing new.
 
     Raises:
         NothingNewError: there is nothing to learn.
@@ -147,7 +148,7 @@ def look_for_arrivals(context: Context, config: PipelineConfig, as_of: str | Non
     night = settle_night(context, config, as_of)
     ledger = _ledger(context, night)
     access = data_access(context.settings)
-    if not ledger.waiting and not is_anything_new(config.data, ledger, access, night.as_of):
+    if learns and not ledger.waiting and not is_anything_new(config.data, ledger, access, night.as_of):
         raise NothingNewError(config, nothing_new(context, night, ledger))
 
 

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 
-import flows.pipeline
 from flows.cli import backfill as backfill_command
 from flows.cli import main
 from flows.cli.backfill import days_between, missing_days
 from flows.cli.nights import nights_of
-from flows.presets import resolve
 from infra.artifacts import ArtifactStore, open_default_store
 from rlhf_core.errors import ConfigError
-from tasks.arrivals import NothingNew, NothingNewError
 
 RUN = "0f0f"
 DATA = {"new_files": 3, "bad_files": 1, "new_rows": 120, "old_rows": 40, "waiting_rows": 7, "problems_ppo": 100}
@@ -154,16 +151,3 @@ def test_backfill_looks_for_the_nights_of_the_runs_project(
     deployment = SimpleNamespace(parameters=parameters, parameter_openapi_schema=schema)
     monkeypatch.setattr("flows.cli.run.find_deployment", lambda _: deployment)
     assert backfill_command._name("pipeline/nightly", ()).startswith(name)
-
-
-def test_a_pipeline_without_news_ends_completed_and_stores_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = NothingNew(told="nothing new since yesterday", day="2026-11-28", figures={}, bad=[])
-
-    def begin(*_: Any, **__: Any) -> None:
-        raise NothingNewError(resolve("quickstart"), found)
-
-    monkeypatch.setattr(flows.pipeline, "begin", begin)
-    monkeypatch.setattr(flows.pipeline, "write_nothing_new", lambda config, _: f"run/{config.name}@7")
-    state: Any = flows.pipeline.pipeline.fn()
-    assert state.is_completed()
-    assert state.message == "nothing new since yesterday (rlhf artifacts show run/quickstart@7)"

@@ -137,7 +137,11 @@ def with_data_and_project(
         parameters: of the run; `name`, and an override of it, name the project.
     """
     named = parameters.get("name") is not None or "name" in (parameters.get("overrides") or {})
-    return in_project(with_data(config, data), values, named=named)
+
+    def project(config: PipelineConfig) -> PipelineConfig:
+        return in_project(config, values, named=named)
+
+    return project(with_data(config, data, lambda config: project(config).name))
 
 
 def _say_project(context: Context, config: PipelineConfig) -> None:

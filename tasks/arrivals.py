@@ -8,7 +8,7 @@ the next (docs/adr/0051-data-that-arrive.md).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
@@ -152,20 +152,34 @@ def look_for_arrivals(context: Context, config: PipelineConfig, as_of: str | Non
         raise NothingNewError(config, nothing_new(context, night, ledger))
 
 
-def arriving_role(context: Context, config: PipelineConfig, source: SourceConfig) -> Role:
+def arriving_role(
+    context: Context, config: PipelineConfig, source: SourceConfig, project: Callable[[PipelineConfig], str]
+) -> Role:
     """Return the role of the parameter `data` where data arrive: by its first good file, else that of earlier nights.
+
+    Args:
+        context: the open context.
+        config: the preset with the run's parameters, without the source.
+        source: the parameter.
+        project: returns the name of a configuration's project.
 
     Raises:
         DataError: there are files, and none of them can be read.
     """
-    from rlhf_core.data.arriving import role_of_arrivals
+    from rlhf_core.data.arriving import ARRIVING, role_of_arrivals
+    from rlhf_core.data.preparing import with_source
 
     role = role_of_arrivals(source, config.data, data_access(context.settings), datetime.now(UTC))
     if role is not None:
         return role
-    before = context.store.alias("dataset", config.name, LEARNT)
-    files = [] if before is None else _ledger_of(context, context.store.resolve(before)).files
-    return files[-1].role if files else "prompts"  # type: ignore[return-value]  # nothing has arrived: no row has it
+    last: dict[Role, datetime] = {}
+    for each in ARRIVING:  # the project's name follows from the role
+        name = project(config.model_copy(update={"data": with_source(config.data, source, each)}))
+        before = context.store.alias("dataset", name, LEARNT)
+        files = () if before is None else _ledger_of(context, context.store.resolve(before)).files
+        if seen := [file.seen for file in files if file.role == each]:
+            last[each] = max(seen)
+    return max(last, key=last.__getitem__) if last else "prompts"  # nothing has arrived: no row has a role
 
 
 def nothing_new(
@@ -252,7 +266,8 @@ class Intake:
         self._marks = RowMarks(b"" if before is None else context.store.read_bytes(before, MARKS))
         access = data_access(context.settings)
         self.arrived = read_new(config.data, self.ledger, self._marks, access, template, as_of=self.night.as_of)
-        pending = {role: rows_from_jsonl(role, _body(context, before, _pending(role))) for role in ARRIVING}
+        stored = ((role, _body(context, before, _pending(role))) for role in ARRIVING)
+        pending: dict[str, list[Any]] = {role: rows_from_jsonl(role, body) for role, body in stored}
         past = self.ledger.model_copy(update={"nights": self._nights})
         self.tonight: Tonight = join(
             config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from tasks.stages import commit_stage, made_before, once_in_a_run, reuse_or_make
 from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from rlhf_core.data import PromptTemplate
     from rlhf_core.data.preparing import Prepared, TokenMeter
@@ -51,12 +52,19 @@ MOST_SAID = 6
 """Findings of the linter that the log tells; the report tells all."""
 
 
-def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
+def with_data(
+    config: PipelineConfig, data: str | None, project: Callable[[PipelineConfig], str] = attrgetter("name")
+) -> PipelineConfig:
     """Return the configuration with the parameter `data` in it: a set, in place of all sources of the preset.
 
     The set has the preset's role where the preset has only one and the rows have its form; else their form tells.
 
     With a reference (`dataset/...`), it is the configuration that the dataset was made with.
+
+    Args:
+        config: the preset with the run's parameters.
+        data: the parameter.
+        project: returns the name of a configuration's project, where earlier nights tell what a folder is for.
 
     Raises:
         DataError: the set is missing, empty, malformed, or of no known form.
@@ -73,7 +81,7 @@ def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
 
     source = SourceConfig(path=data)
     if config.data.arrivals is not None:
-        role = arriving_role(open_context(), config, source)
+        role = arriving_role(open_context(), config, source, project)
     else:
         role = role_of(source, config.data, data_access(settings()))
     return config.model_copy(update={"data": with_source(config.data, source, role)})

@@ -444,12 +444,21 @@ def _made(
 
     meter, modules = TokenMeter(template), context.settings.reward_modules
     last: Collection[str] = ()
+    grows: Collection[str] = ()
     if intake is not None:  # one row that is too long must not stop this night and all that follow
         config = config.model_copy(update={"data": config.data.model_copy(update={"too_long": "drop"})})
-        last = intake.tonight.last
-    made = prepare(config, sets, meter=meter, allowed_modules=modules, sizes=sizes, reads=reads, last=last, after=after)
-    if intake is not None:
-        refuse_together(made.faults, TooFewRowsError)
+        last, grows = intake.tonight.last, intake.arrived.roles
+    made = prepare(
+        config,
+        sets,
+        meter=meter,
+        allowed_modules=modules,
+        sizes=sizes,
+        reads=reads,
+        last=last,
+        after=after,
+        grows=grows,
+    )
     refuse_unfit(made.splits, made.pairs, config, meter, reads=reads, besides=made.faults)
     return made
 

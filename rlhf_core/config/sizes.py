@@ -45,6 +45,8 @@ class Supply(NamedTuple):
     heldout: float = 0.0
     """Share that the evaluation has of them."""
     noun: str = "prompts"
+    grows: bool = False
+    """Whether `rows` says how many there can be in time, rather than now."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +246,8 @@ def lacking(supply: Supply, least: Mapping[str, int]) -> str | None:
     if not short:
         return None
     found = ", ".join(f"{name} may have {supply.rows[name]} (needs {size})" for name, size in short.items())
-    ways = ["give more"]
-    if supply.total >= sum(least[name] for name in supply.rows):
+    ways = [] if supply.grows else ["give more"]
+    if supply.grows or supply.total >= sum(least[name] for name in supply.rows):
         if "evaluation" in short:
             ways.append(f"raise data.heldout_fraction ({supply.heldout:g})")
         learnt = [split_key(name) if name in LEAST else "reward_model.pairs" for name in short if name != "evaluation"]

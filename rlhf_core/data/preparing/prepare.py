@@ -39,7 +39,7 @@ from rlhf_core.data.preparing.splits import (
 )
 from rlhf_core.data.problems import has_response_to_learn, problem_key
 from rlhf_core.data.reading import detect_role, possible_roles, read_set
-from rlhf_core.errors import Fault, TooFewRowsError, refuse_together
+from rlhf_core.errors import DataError, Fault, TooFewRowsError, refuse_together
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -60,6 +60,8 @@ SOURCES = (*ROLES, "evaluation")
 _OF_A_TASK = "reasoning_gym:"
 TASK_NIGHTS = 10
 """So many nights' problems of a generated task are held out where they rotate."""
+IN_TIME = 1 << 40
+"""Rows that a set that grows may have some day: more than any split wants."""
 MARGIN, MOST = 1.1, 8
 """So many times the problems that fill every split on average are drawn: at first, and at most (some do not fit)."""
 
@@ -156,6 +158,7 @@ def prepare(
     reads: Sequence[str] = SPLITS,
     last: Collection[str] = (),
     after: str | None = None,
+    grows: Collection[str] = (),
 ) -> Prepared:
     """Return every stage's rows.
 
@@ -171,10 +174,12 @@ def prepare(
         reads: splits that the run reads; the others may come to nothing where there is no room.
         last: keys of prompts that take only the places which all others leave.
         after: where the last night's held-out problems ended; None: they do not rotate.
+        grows: keys of the sets that have more rows some other night; where there are any, faults are refused at once.
 
     Raises:
-        TooFewRowsError: if there is too little.
-        DataError: if sets share prompts, the verifier accepts nothing, or the linter finds what data.lint refuses.
+        TooFewRowsError: if there is too little, and more rows would help.
+        DataError: if no number of rows would help, sets share prompts, the verifier accepts nothing, or the linter
+            finds what data.lint refuses.
         ConfigError: if nothing says how a prompt is put to the model.
     """
     asked = sizes or as_they_are(config)
@@ -195,11 +200,16 @@ def prepare(
     parts = {name: sides.parted(pool) for name, pool in usable.items()}
     heldout = parts[pool_of[EVALUATION]]
     development, heldout[EVALUATION] = for_development(heldout[EVALUATION], config.data.splits)
-    supplies = [_supply(pool, uses[name], parts[name], sides, "preferences" in sets) for name, pool in usable.items()]
-    settled = settle(asked, supplies, reads=reads)
+    supplies = {
+        name: _supply(pool, uses[name], parts[name], sides, "preferences" in sets) for name, pool in usable.items()
+    }
+    settled = settle(asked, [*supplies.values()], reads=reads)
+    if grows and (settled is None or settled.complaints):
+        in_time = [_in_time(each, name, sides) if name in grows else each for name, each in supplies.items()]
+        _refuse_what_no_rows_help(asked, in_time, reads)
     if settled is None:
         left_out = "; ".join(f"{each.longer} are left out by {each.key} = {each.limit}" for each in fitting.left_out)
-        raise TooFewRowsError(shortage(asked, supplies, reads) + (f" ({left_out})" if left_out else ""))
+        raise TooFewRowsError(shortage(asked, [*supplies.values()], reads) + (f" ({left_out})" if left_out else ""))
     filled = SplitsConfig(
         **{split: settled.values[split_key(split)] for split in SPLITS}, development=config.data.splits.development
     )
@@ -213,7 +223,7 @@ def prepare(
         splits[DEVELOPMENT] = development
     splits[EVALUATION], until = _asked_tonight(heldout[EVALUATION], filled.evaluation, after)
     faults = [Fault(each, settled.instead) for each in settled.complaints]
-    if sizes is None:
+    if sizes is None or grows:
         refuse_together(faults, TooFewRowsError)
     pairs = None
     if "preferences" in sets:
@@ -302,6 +312,24 @@ def _supply(
     rows = {name: len(parts[name]) for name in names}
     noun = "problems" if pool.name == TASK else "prompts"
     return Supply(str(pool), len(pool.rows), rows, sides.heldout if EVALUATION in splits else 0.0, noun)
+
+
+def _in_time(supply: Supply, pool: str, sides: Sides) -> Supply:
+    """Return what a set has when enough has arrived: all that its splits want, where they have a share of it."""
+    rows = {name: IN_TIME if sides.part_of(pool, name) else now for name, now in supply.rows.items()}
+    return supply._replace(rows=rows, grows=True)
+
+
+def _refuse_what_no_rows_help(asked: Sizes, in_time: Sequence[Supply], reads: Sequence[str]) -> None:
+    """Refuse sizes that exclude each other, or what does not grow, however many rows there are of what does.
+
+    Raises:
+        DataError: they do.
+    """
+    found, told = settle(asked, in_time, reads=reads), "; to wait for more rows does not help"
+    if found is None:
+        raise DataError(shortage(asked, in_time, reads) + told)
+    refuse_together([Fault(f"{each}{told}", found.instead) for each in found.complaints], DataError)
 
 
 def _held_out(parts: Mapping[str, Sequence[Any]], splits: Sequence[str]) -> str:

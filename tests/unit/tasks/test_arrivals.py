@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from flows.presets import resolve
+from flows.begin import with_data_and_project
+from flows.presets import preset_values, resolve
 from infra.artifacts import ArtifactStore
-from rlhf_core.config import PipelineConfig
+from rlhf_core.config import DataConfig, PipelineConfig
 from rlhf_core.data import problems_from_jsonl
 from rlhf_core.data.arriving import Ledger, RowMarks
-from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.errors import ConfigError, DataError, TooFewRowsError
 from tasks import arrivals as arrivals_tasks
 from tasks.arrivals import LEARNT, LEDGER, MARKS, NothingNew, NothingNewError, look_for_arrivals, moment
 from tasks.context import Context
@@ -358,6 +359,47 @@ def test_a_row_that_is_too_long_stops_no_night(nights: Nights) -> None:
     assert made.metrics["too_long"] == 1
     nights.arrive("c.jsonl", range(100, 120))
     assert nights.night().metrics["too_long"] == 0
+
+
+def test_a_folder_that_is_empty_now_has_the_role_that_it_had_in_its_own_project(nights: Nights) -> None:
+    folder, values = str(nights.folder), preset_values("quickstart")
+    draft = nights.config(**{"data.prompts": None, "data.task": "gcd"})
+    nights.arrive("a.jsonl", (), raw=worked(range(100)))
+    config = with_data_and_project(draft, folder, values, {})
+    assert config.name.startswith("quickstart-arriving-")
+    nights.end_well(prepare_data.fn(config, None, reads=READS))  # type: ignore[attr-defined]
+    (nights.folder / "a.jsonl").unlink()
+    nights.places = 8
+    other = nights.folder.with_name("others")
+    nights.folder = other
+    other.mkdir()
+    nights.arrive("b.jsonl", range(40))
+    assert isinstance(nights.night(), StageResult), "of a project that is called as the preset"
+    assert with_data_and_project(draft, folder, values, {}) == config
+    named = with_data_and_project(draft, folder, values, {"name": "team"})
+    assert named.data.prompts, "a project of another name has had nothing"
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"heldout_fraction": 0}, r"evaluation may have 0 \(needs 2\); raise data.heldout_fraction"),
+        ({"evaluation": "one.jsonl"}, r"data.evaluation .*has 1 different prompts.* evaluation may have 1 \(needs 2\)"),
+        ({"splits": {"sft": 0, "preferences": 0, "ppo": 4, "evaluation": 8}}, "data.splits.ppo has only 4 problems"),
+    ],
+    ids=["nothing is held out", "a set that does not grow", "sizes that exclude each other"],
+)
+def test_what_no_number_of_rows_would_help_is_refused(
+    nights: Nights, data: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(nights.folder.parent)
+    Path("one.jsonl").write_text(json.dumps({"prompt": "Tell me more."}) + "\n")
+    nights.arrive("a.jsonl", range(30))
+    config = nights.config()
+    changed = config.model_copy(update={"data": DataConfig.model_validate(config.data.model_dump() | data)})
+    with pytest.raises(DataError, match=f"{told}.*to wait for more rows does not help") as caught:
+        prepare_data.fn(changed, None, reads=READS)  # type: ignore[attr-defined]
+    assert not isinstance(caught.value, TooFewRowsError)
 
 
 PROBLEMS = {

@@ -3,9 +3,10 @@
     python bench/abstaining.py
 
 Policy and critic are tables: one of eight answers to each of sixteen prompts, of which one is right. Advantages,
-whitening, denominators and losses are those of PPO. Three seeds each: undisturbed; 30 % of all calls fail; 30 % of
-those for right answers alone; these again counted as wrong, as release 0.3 did. Peer: the undisturbed runs. Limit: the
-mean level of the last updates lies in the 95 % interval (Student's) of theirs.
+whitening, denominators and losses are those of PPO. Three seeds each: undisturbed; with 30 % fewer samples in every
+minibatch; 30 % of all calls fail; 30 % of those for right answers alone; these again counted as wrong, as release 0.3
+did. Limit: the mean level of the last updates lies in the 95 % interval (Student's) of the peer's runs. Peer: the
+undisturbed runs; of calls that fail at random also those with as few samples.
 """
 
 from __future__ import annotations
@@ -26,27 +27,31 @@ from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.types import EpisodeControls, Experience
 
 PROMPTS, ANSWERS, SHARE = 16, 8, 0.3
+SAMPLES, MINIBATCHES = 128, 4
 SEEDS, UPDATES, LAST = range(3), 60, 10
 STUDENT = 4.303  # the 97.5 % point with two degrees of freedom
 CONFIG = PPOConfig(
-    prompts_per_episode=128, chunk_size=128, train_batch_size=32, micro_batch_size=32, max_epochs=2, kl_coef=0.02,
-    max_new_tokens=1,
+    prompts_per_episode=SAMPLES, chunk_size=SAMPLES, train_batch_size=SAMPLES // MINIBATCHES,
+    micro_batch_size=SAMPLES // MINIBATCHES, max_epochs=2, kl_coef=0.02, max_new_tokens=1,
 )  # fmt: skip
 LR = 0.02
-UNDISTURBED = "undisturbed"
+UNDISTURBED, FEWER, AT_RANDOM = "undisturbed", "none, of 30 % fewer samples", "at random"
 WAYS = {
     UNDISTURBED: (0.0, 0.0, True),
-    "at random": (SHARE, SHARE, True),
+    FEWER: (0.0, 0.0, True),
+    AT_RANDOM: (SHARE, SHARE, True),
     "right answers": (SHARE, 0.0, True),
     "right answers count as wrong": (SHARE, 0.0, False),
 }
 """Share of calls that fail for right answers, and for wrong ones; whether such a sample abstains or gets 0."""
+PEERS = {AT_RANDOM: (UNDISTURBED, FEWER)}
 
 
 def collect(policy: Tensor, start: Tensor, values: Tensor, way: str, draw: torch.Generator) -> tuple[Experience, float]:
     """Return an update's experience and the share of right answers in it."""
     at_right, at_wrong, abstain = WAYS[way]
-    prompts = torch.randint(PROMPTS, (CONFIG.prompts_per_episode,), generator=draw)
+    samples = round(SAMPLES * (1 - SHARE)) if way == FEWER else SAMPLES
+    prompts = torch.randint(PROMPTS, (samples,), generator=draw)
     answers = torch.multinomial(policy.softmax(1)[prompts], 1, generator=draw).squeeze(1)
     right = answers == prompts % ANSWERS
     fails = torch.rand(len(prompts), generator=draw) < torch.where(right, at_right, at_wrong)
@@ -76,7 +81,7 @@ def train(seed: int, way: str) -> list[float]:
     for _ in range(UPDATES):
         experience, right = collect(policy.detach(), start, values.detach(), way, draw)
         curve.append(right)
-        for rows in experience.split(CONFIG.train_batch_size) * CONFIG.max_epochs:
+        for rows in experience.split(-(-len(experience) // MINIBATCHES)) * CONFIG.max_epochs:
             batch = prepare(rows, CONFIG, ranks=ALONE, longest=1, cost=None, with_critic=True)
             for micro in batch.micros:
                 learn(policy, values, micro.experience, batch.denominator)
@@ -105,17 +110,21 @@ def main() -> int:
     torch.set_num_threads(1)
     curves = {way: [train(seed, way) for seed in SEEDS] for way in WAYS}
     levels = {way: [fmean(curve[-LAST:]) for curve in each] for way, each in curves.items()}
-    peers = levels[UNDISTURBED]
-    half = STUDENT * stdev(peers) / len(peers) ** 0.5
-    low, high = fmean(peers) - half, fmean(peers) + half
     for way, own in levels.items():
-        line: dict[str, Any] = {"bench": "abstaining", "calls_fail": way, "level": round(fmean(own), 3)}
-        line |= {"by_seed": [round(level, 3) for level in own], "within": low <= fmean(own) <= high}
-        line |= {"peer": round(fmean(peers), 3), "limit": [round(low, 3), round(high, 3)]}
-        tens = range(0, UPDATES, 10)
-        line["curve"] = [round(fmean(fmean(curve[at : at + 10]) for curve in curves[way]), 3) for at in tens]
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+        for peer in PEERS.get(way, (UNDISTURBED,)):
+            half = STUDENT * stdev(levels[peer]) / len(SEEDS) ** 0.5
+            low, high = fmean(levels[peer]) - half, fmean(levels[peer]) + half
+            line: dict[str, Any] = {"bench": "abstaining", "calls_fail": way, "level": round(fmean(own), 3)}
+            line |= {"by_seed": [round(level, 3) for level in own], "within": low <= fmean(own) <= high}
+            line |= {
+                "peer": peer,
+                "peer_level": round(fmean(levels[peer]), 3),
+                "limit": [round(low, 3), round(high, 3)],
+            }
+            tens = range(0, UPDATES, 10)
+            line["curve"] = [round(fmean(fmean(curve[at : at + 10]) for curve in curves[way]), 3) for at in tens]
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
     return 0
 
 

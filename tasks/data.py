@@ -445,9 +445,10 @@ def _made(
     meter, modules = TokenMeter(template), context.settings.reward_modules
     last: Collection[str] = ()
     grows: Collection[str] = ()
+    earlier: dict[str, dict[str, list[Any]]] = {}
     if intake is not None:  # one row that is too long must not stop this night and all that follow
         config = config.model_copy(update={"data": config.data.model_copy(update={"too_long": "drop"})})
-        last, grows = intake.tonight.last, intake.arrived.roles
+        last, grows, earlier = intake.tonight.last, intake.arrived.roles, intake.tonight.compared
     made = prepare(
         config,
         sets,
@@ -458,6 +459,7 @@ def _made(
         last=last,
         after=after,
         grows=grows,
+        earlier=earlier,
     )
     refuse_unfit(made.splits, made.pairs, config, meter, reads=reads, besides=made.faults)
     return made

@@ -118,6 +118,9 @@ class ArrivalsConfig(Config):
     """Share of older rows among tonight's, drawn at random from all nights before the window."""
     min_rows: int = Field(1, ge=1)
     """New rows to learn with which a night begins; where there are fewer, they wait for the next."""
+    compared_rows: int = Field(20_000, ge=0)
+    """Rows of each role that the last nights learnt, with which new ones are compared: what nearly repeats one of them
+    is told, dropped or refused as `data.lint.repeated` says. A thousand take a fifth of a second."""
     max_bad_files: float = Field(0.5, ge=0, le=1)
     """Share of the new files that may be left out as unreadable; where more are, the run stops."""
     settle_s: float = Field(60.0, ge=0)

@@ -63,6 +63,8 @@ class Tonight:
     """Fresh rows that a stage of this run may learn."""
     for_others: dict[str, int] = field(default_factory=dict)
     """Fresh rows that only a stage may learn which this run does not train, by split."""
+    compared: dict[str, Rows] = field(default_factory=dict)
+    """By role, and by where they are, learnt rows with which new ones are compared."""
     unnamed: Rows = field(default_factory=dict)
     """By role, what waits or is held out of roles that the configuration does not name tonight."""
 
@@ -132,17 +134,30 @@ def join(
     for role in instead:
         old[role] = past.newest(role, enough)
     _one_set_for_a_prompt(old, given, besides=fresh)
+    gone = tuple(sorted(past.gone))  # before more is read, only to compare with
     return Tonight(
         fresh,
         old,
         last,
         clashing,
-        tuple(sorted(past.gone)),
+        gone,
         tuple(role for role in instead if old[role]),
         sum(map(len, to_learn.values())),
         stages.others(fresh),
+        _compared(data, arrivals, arrived, past, old),
         {role: rows for role, rows in pending.items() if rows and role not in fresh},
     )
+
+
+def _compared(data: DataConfig, arrivals: ArrivalsConfig, arrived: Arrived, past: _Past, old: Rows) -> dict[str, Rows]:
+    """Return the learnt rows with which new ones are compared: the last ones, and those that tonight learns again."""
+    if data.lint.action("repeated") == "off":
+        return {}
+    return {
+        role: past.last(role, arrivals.compared_rows) | {"what is learnt again": old[role]}
+        for role, new in arrived.roles.items()
+        if new.rows
+    }
 
 
 class _Stages:
@@ -202,6 +217,19 @@ class _Past:
             if len(found) >= enough:
                 break
             found = self._of(night, role) + found
+        return found
+
+    def last(self, role: str, most: int) -> Rows:
+        """Return the rows that were learnt last, by dataset; none from before a dataset that is gone."""
+        found: Rows = {}
+        for night in reversed(self._nights):
+            if most <= 0:
+                break
+            rows = self._stored(night, role)
+            if night.dataset in self.gone:
+                break
+            found[night.dataset] = rows[-most:]
+            most -= len(rows)
         return found
 
     def drawn(self, role: str, nights: Sequence[PastNight], wanted: int, *, seed: int) -> list[Any]:

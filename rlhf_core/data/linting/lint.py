@@ -36,6 +36,7 @@ def lint_sets(
     meter: TokenMeter | None = None,
     *,
     is_held_out: Callable[[str, str], bool] | None = None,
+    earlier: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
 ) -> Linted:
     """Return what the rules say of a run's sets, and the sets that the run goes on with.
 
@@ -45,13 +46,15 @@ def lint_sets(
         meter: counts tokens as the model does; None does not look how far responses are equal.
         is_held_out: says of a set and a prompt of it whether it may be evaluated on; None for sets that are only
             looked at.
+        earlier: by the configuration's key, and by where they are, rows that were learnt before.
 
     Raises:
         DataError: a rule found something, and its action is `refuse`.
         TooFewRowsError: every row of a set would be dropped.
     """
     actions = config.data.lint
-    given = {role: LintSet.of(role, read, meter, config.reward_model.max_length) for role, read in sets.items()}
+    before, limit = earlier or {}, config.reward_model.max_length
+    given = {role: LintSet.of(role, read, meter, limit, before.get(role)) for role, read in sets.items()}
     findings = [found for each in given.values() for found in lint_set(each, actions)]
     if is_held_out is not None and actions.action(OVERLAP) != "off":
         findings += _overlaps(given, actions, is_held_out)

@@ -56,14 +56,19 @@ def sketch(text: str) -> list[bytes]:
 
 def repeated(given: LintSet) -> Iterator[Accused]:
     """Yield the rows of which an earlier row says nearly the same: prompt and each response, with equal numbers."""
-    index = _Index(lambda one, other: _alike(_parts(given.rows[one]), _parts(given.rows[other])))
-    for place, row in enumerate(given.rows):
+    rows, known = (*given.earlier, *given.rows), {_parts(row) for row in given.earlier}
+    index = _Index(lambda one, other: _alike(_parts(rows[one]), _parts(rows[other])))
+    for place, row in enumerate(rows):
+        is_judged = place >= len(given.earlier)
+        if is_judged and _parts(row) in known:
+            continue
         bands = sketch(normalised("\n".join(text[:_LONGEST] for text in (row.asked, *row.responses))))
-        found = index.find(place, bands)
+        found = index.find(place, bands) if is_judged else None
         if found is None:
             index.add(place, bands)
         else:
-            yield Accused(place, f"says nearly the same as {given.rows[found].where}: {quoted(row.asked)}")
+            said = f"says nearly the same as {rows[found].where}: {quoted(row.asked)}"
+            yield Accused(place - len(given.earlier), said)
 
 
 def near_prompts(learnt: Sequence[LintRow], held_out: Sequence[LintRow]) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from rlhf_core.data.problems import problem_key
 from rlhf_core.data.transcripts import turns_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rlhf_core.data.preparing.lengths import TokenMeter
     from rlhf_core.data.problems import Problem
@@ -113,16 +113,28 @@ class LintSet:
     """Counts tokens as the model does; None where no model is at hand."""
     max_length: int | None = None
     """Tokens of a prompt with a response that the stage of pairs reads; None does not look where it stops."""
+    earlier: tuple[LintRow, ...] = ()
+    """Rows that were learnt before, for rules that compare; those that stand in the set, too, repeat nothing."""
 
     @classmethod
     def of(
-        cls, role: str, read: ReadSet[Any], meter: TokenMeter | None = None, max_length: int | None = None
+        cls,
+        role: str,
+        read: ReadSet[Any],
+        meter: TokenMeter | None = None,
+        max_length: int | None = None,
+        earlier: Mapping[str, Sequence[Any]] | None = None,
     ) -> LintSet:
-        """Return a set as the reader handed it on."""
+        """Return a set as the reader handed it on, and rows that were learnt before, by where they are."""
         names = [origin.where for origin in read.origins] or [f"row {n}" for n, _ in enumerate(read.rows, start=1)]
         annotators = [origin.annotator for origin in read.origins] or [None] * len(read.rows)
         rows = tuple(_row(*each) for each in zip(read.rows, names, annotators, strict=True))
-        return cls(role, rows, read.misspelt, meter, max_length)
+        before = tuple(
+            _row(row, f"row {number} of {where}", None)
+            for where, each in (earlier or {}).items()
+            for number, row in enumerate(each, start=1)
+        )
+        return cls(role, rows, read.misspelt, meter, max_length, before)
 
 
 def _row(row: PreferencePair | Problem, where: str, annotator: str | None) -> LintRow:

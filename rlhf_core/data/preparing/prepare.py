@@ -159,6 +159,7 @@ def prepare(
     last: Collection[str] = (),
     after: str | None = None,
     grows: Collection[str] = (),
+    earlier: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
 ) -> Prepared:
     """Return every stage's rows.
 
@@ -175,6 +176,7 @@ def prepare(
         last: keys of prompts that take only the places which all others leave.
         after: where the last night's held-out problems ended; None: they do not rotate.
         grows: keys of the sets that have more rows some other night; where there are any, faults are refused at once.
+        earlier: by key of a set, and by where they are, rows that were learnt before: the linter compares with them.
 
     Raises:
         TooFewRowsError: if there is too little, and more rows would help.
@@ -185,7 +187,7 @@ def prepare(
     asked = sizes or as_they_are(config)
     sides = sides_of(config, sets, asked)
     sets, findings = lint_sets(
-        sets, config, meter, is_held_out=lambda name, key: sides.of_prompt(name, key) == EVALUATION
+        sets, config, meter, is_held_out=lambda name, key: sides.of_prompt(name, key) == EVALUATION, earlier=earlier
     )
     pool_of, fitting = choose_pools(config.data, sets), Fitting(config, meter)
     pools = {name: file_pool(name, read) for name, read in sets.items()}

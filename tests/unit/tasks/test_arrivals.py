@@ -497,6 +497,52 @@ def test_an_evaluation_alone_needs_nothing_new(nights: Nights) -> None:
     assert found.metrics["learnt_rows"] == 0
 
 
+def stories(numbers: Any, *, end: str) -> str:
+    """Return prompts of many words, of which another end changes one."""
+    words = [
+        f"{first}{second}" for first in ("amber", "birch", "cedar", "elder") for second in ("wood", "leaf", "seed")
+    ]
+    rows = []
+    for n in numbers:
+        draw = random.Random(n)
+        rows.append({"prompt": f"Tell me of {' '.join(draw.choices(words, k=16))} {end} {n}."})
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize(("rows", "found"), [(20_000, True), (5, False), (0, False)])
+def test_what_nearly_repeats_a_row_of_an_earlier_night_is_found_among_the_last_rows(
+    nights: Nights, rows: int, found: bool
+) -> None:
+    nights.arrivals["compared_rows"] = rows
+    nights.arrive("a.jsonl", (), raw=stories(range(20), end="today"))
+    first = nights.night()
+    learnt = nights.rows(first, "ppo")
+    assert len(learnt) > 8
+    nights.arrive("b.jsonl", (), raw=stories(range(100, 120), end="today"))
+    second = nights.night()
+    nights.arrive("c.jsonl", (), raw=stories(learnt[:6], end="now") + stories(range(200, 220), end="today"))
+    third = nights.night(**{"data.lint": {"repeated": "drop"}})
+    dropped = [json.loads(line) for line in _read(nights, third, "rejected.jsonl").splitlines()]
+    assert len(dropped) == (6 if found else 0)
+    assert all(f"of {first.uri}" in each["detail"] for each in dropped), "it says where"
+    assert not set(learnt[:6]) & set(nights.rows(third, "ppo")) or not found
+    assert nights.rows(second, "ppo")
+
+
+def test_what_a_window_learns_again_repeats_nothing(nights: Nights) -> None:
+    window = {"data.arrivals": {"settle_s": 0, "window_nights": 3, "compared_rows": 0}, "data.splits.ppo": 1000}
+    nights.arrive("a.jsonl", (), raw=stories(range(20), end="today"))
+    learnt = nights.rows(nights.night(**window), "ppo")
+    nights.arrive("b.jsonl", (), raw=stories(learnt[:6], end="now") + stories(range(200, 220), end="today"))
+    second = nights.night(**window, **{"data.lint": {"repeated": "drop"}})
+    assert set(learnt) <= set(nights.rows(second, "ppo")), "the new rows repeat the old ones"
+    assert second.metrics["rejected"] == 6
+
+
+def _read(nights: Nights, made: StageResult, file: str) -> str:
+    return nights.store.read_bytes(nights.store.resolve(made.uri), file).decode()
+
+
 def test_marks_tell_known_rows_and_grow_at_the_end() -> None:
     first = RowMarks().with_new([5, 3, 5])
     again = RowMarks(first)

@@ -8,7 +8,9 @@ the next (docs/adr/0051-data-that-arrive.md).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import SourceConfig
     from rlhf_core.config.sizes import Sizes
     from rlhf_core.data import PromptTemplate
-    from rlhf_core.data.arriving import Arrived, Ledger, PastNight, Tonight
+    from rlhf_core.data.arriving import Arrived, Ledger, PastNight, RowMarks, Tonight
     from rlhf_core.data.preparing import Prepared
     from rlhf_core.data.reading import ReadSet, Role
 
@@ -105,13 +107,16 @@ def settle_night(context: Context, config: PipelineConfig, as_of: str | None) ->
     """Return up to when a run takes what has arrived, and the ledger that it goes on from, as when it first began."""
 
     def find() -> Night:
-        before = context.store.alias("dataset", config.name, LEARNT)
-        found = None if before is None else context.store.resolve(before)
-        when = datetime.now(UTC) if as_of is None else moment(as_of)
-        return Night(as_of=when, before=found and Parent(uri=found.uri, digest=found.digest))
+        return _night(context, config, datetime.now(UTC) if as_of is None else moment(as_of))
 
     night: Night = settled_once(context, _NIGHT, Night, find)
     return night
+
+
+def _night(context: Context, config: PipelineConfig, as_of: datetime) -> Night:
+    before = context.store.alias("dataset", config.name, LEARNT)
+    found = None if before is None else context.store.resolve(before)
+    return Night(as_of=as_of, before=found and Parent(uri=found.uri, digest=found.digest))
 
 
 def day_of_night(context: Context, config: PipelineConfig) -> str:
@@ -213,13 +218,19 @@ def nothing_new(
 
 
 def _figures(arrived: Arrived | None) -> dict[str, int]:
-    if arrived is None:
-        return {"new_files": 0, "bad_files": 0, "new_rows": 0, "known_rows": 0}
+    figures = Counter(dict.fromkeys(("new_files", "bad_files", "new_rows", "known_rows"), 0))
+    if arrived is not None:
+        for role in arrived.roles:
+            figures.update(_figures_of(arrived, role))
+    return dict(figures)
+
+
+def _figures_of(arrived: Arrived, role: str) -> dict[str, int]:
     return {
-        "new_files": len(arrived.new),
-        "bad_files": len(arrived.bad),
-        "new_rows": sum(len(each.rows) for each in arrived.roles.values()),
-        "known_rows": sum(each.known for each in arrived.roles.values()),
+        "new_files": sum(each.role == role for each in arrived.new),
+        "bad_files": sum(each.role == role for each in arrived.bad),
+        "new_rows": len(arrived.roles[role].rows),
+        "known_rows": arrived.roles[role].known,
     }
 
 
@@ -257,17 +268,16 @@ class Intake:
         Raises:
             DataError: a source cannot be reached, or too many files are bad.
         """
-        from rlhf_core.data.arriving import ARRIVING, RowMarks, join, read_new, rows_from_jsonl
+        from rlhf_core.data.arriving import join, read_new, refuse_too_many_bad
 
+        assert config.data.arrivals is not None
         self._context, self._config, self._reads = context, config, reads
         self.night = settle_night(context, config, as_of)
         self.ledger = _ledger(context, self.night)
-        before = None if self.night.before is None else context.store.resolve(self.night.before.uri)
-        self._marks = RowMarks(b"" if before is None else context.store.read_bytes(before, MARKS))
+        self._marks, pending = _left(context, self.night)
         access = data_access(context.settings)
         self.arrived = read_new(config.data, self.ledger, self._marks, access, template, as_of=self.night.as_of)
-        stored = ((role, _body(context, before, _pending(role))) for role in ARRIVING)
-        pending: dict[str, list[Any]] = {role: rows_from_jsonl(role, body) for role, body in stored}
+        refuse_too_many_bad(self.arrived, config.data.arrivals)
         past = self.ledger.model_copy(update={"nights": self._nights})
         self.tonight: Tonight = join(
             config,
@@ -452,6 +462,69 @@ def _body(context: Context, dataset: Manifest | None, path: str) -> bytes:
     if dataset is None or path not in {entry.path for entry in dataset.files}:
         return b""
     return context.store.read_bytes(dataset, path)
+
+
+def _left(context: Context, night: Night) -> tuple[RowMarks, dict[str, list[Any]]]:
+    """Return the marks of all rows that earlier nights had, and by role the rows that the last one left."""
+    from rlhf_core.data.arriving import ARRIVING, RowMarks, rows_from_jsonl
+
+    before = None if night.before is None else context.store.resolve(night.before.uri)
+    marks = RowMarks(b"" if before is None else context.store.read_bytes(before, MARKS))
+    return marks, {role: rows_from_jsonl(role, _body(context, before, _pending(role))) for role in ARRIVING}
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a night would take in now."""
+
+    project: str
+    night: Night
+    since: datetime | None
+    """Up to when the last night took what had arrived; None: no night of the project has ended."""
+    arrived: Arrived
+    waiting: dict[str, int]
+    """By role, rows that the last night left to this one."""
+    sets: dict[str, ReadSet[Any]]
+    """The new rows by role."""
+    refused: str | None
+    """Why the night would stop at once; None if it would not."""
+
+    @property
+    def roles(self) -> dict[str, dict[str, int]]:
+        """Figures by role."""
+        return {role: _figures_of(self.arrived, role) | {"waiting_rows": self.waiting[role]} for role in self.sets}
+
+
+def foresee(context: Context, config: PipelineConfig, template: PromptTemplate | None) -> Foreseen:
+    """Return what a night that began now would take in. Nothing is stored.
+
+    Args:
+        context: the open context.
+        config: of a run whose data arrive.
+        template: as `read_set` takes it.
+
+    Raises:
+        DataError: a source cannot be reached.
+    """
+    from rlhf_core.data.arriving import as_set, count_waiting, read_new, refuse_too_many_bad
+
+    assert config.data.arrivals is not None
+    night = _night(context, config, datetime.now(UTC))
+    ledger, (marks, left), refused = _ledger(context, night), _left(context, night), None
+    arrived = read_new(config.data, ledger, marks, data_access(context.settings), template, as_of=night.as_of)
+    try:
+        refuse_too_many_bad(arrived, config.data.arrivals)
+    except DataError as error:
+        refused = str(error)
+    return Foreseen(
+        config.name,
+        night,
+        ledger.as_of if night.before is not None else None,
+        arrived,
+        {role: count_waiting(rows, config.data) for role, rows in left.items()},
+        {role: as_set(role, new, new.rows) for role, new in arrived.roles.items()},
+        refused,
+    )
 
 
 def count_as_learnt(config: PipelineConfig, dataset: StageResult) -> None:

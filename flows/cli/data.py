@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from rich.padding import Padding
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from flows.cli import output
 from flows.cli.output import Flag, Json, write_json
+from flows.cli.run import Given
 from rlhf_core.counting import counted
 from rlhf_core.escaping import one_line, visible
 
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from flows.presets import Draft
     from rlhf_core.config import PipelineConfig
     from rlhf_core.data import PromptTemplate
     from rlhf_core.data.linting import Finding
     from rlhf_core.data.preparing import Checked, DataReport, SetReport
     from rlhf_core.data.preparing.lengths import TokenCounts
     from rlhf_core.data.preparing.report import RowsReport, Sample
+    from tasks.arrivals import Foreseen
 
 app = App(name="data", help="Look at data before a run does.")
 Columns = Annotated[tuple[str, ...], Parameter(name="--column", negative="")]
@@ -42,6 +45,7 @@ Overlap = tuple[str, str, list[str]]
 def check(
     *paths: str,
     preset: str | None = None,
+    param: Given = (),
     column: Columns = (),
     role: Role | None = None,
     subset: str | None = None,
@@ -52,12 +56,14 @@ def check(
     """Show what sets hold, and what of them cannot be used, or with a preset what its run would refuse; needs no stack.
 
     The exit status is 1 where something would be refused. Several sets are also checked for prompts that they share.
-    A linter tells faults of rows that can be used.
+    A linter tells faults of rows that can be used. Where the preset's or the parameters' data arrive (`data.arrivals`),
+    it shows what a night would take in now, by the ledger in the artifact store, and stores nothing.
 
     Args:
-        paths: files, directories, globs, `s3://` addresses or hub names.
+        paths: files, directories, globs, `s3://` addresses or hub names; where data arrive, none takes the preset's.
         preset: judge as a run of this preset would, by its limits, splits and verifier; without one, a set is judged by
             itself, and what the limits of the quickstart would leave out is only told.
+        param: a parameter of that run as NAME=VALUE, such as `name` or `overrides`; may be repeated.
         column: OURS=THEIRS, which column holds which of our fields; may be repeated.
         role: what the sets are for; found out when left out.
         subset: of a hub dataset that has several.
@@ -66,7 +72,8 @@ def check(
         as_json: print JSON.
 
     Raises:
-        ConfigError: no set is named, there is no such preset, or a column is not given as OURS=THEIRS.
+        ConfigError: no set is named, there is no such preset or parameter, or a column is not given as OURS=THEIRS.
+        StoreError: data arrive, and the artifact store cannot be used.
     """
     from flows.presets import draft_of
     from infra.settings import settings
@@ -75,10 +82,19 @@ def check(
     from rlhf_core.errors import ConfigError
     from tasks.context import data_access
 
+    preset = preset or (DEFAULT if param else None)
+    parameters = _parameters(paths, param)
+    draft, columns, known = draft_of(preset or DEFAULT, **parameters), _columns(column), settings()
+    config = draft.config
+    if config.data.arrivals is not None:
+        if len(paths) > 1 or role or subset or columns or split != "train":
+            raise ConfigError(
+                "where data arrive, one path is checked, as the run's parameter `data`, or the preset's own sources; "
+                "say in the preset or in overrides what else there is to say of a source"
+            )
+        return _check_arrivals(draft, str(preset), parameters, strict=strict, as_json=as_json)
     if not paths:
         raise ConfigError("name at least one set to check, such as `rlhf data check train.jsonl`")
-    draft, columns, known = draft_of(preset or DEFAULT, data=paths[0]), _columns(column), settings()
-    config = draft.config
     standard = Standard(config, preset is not None, _template(config), known.reward_modules, draft.sizes)
     checked = []
     for path in paths:
@@ -91,6 +107,49 @@ def check(
         _show(checked, overlaps, preset, model=config.model.path if standard.template is not None else None)
     found = strict and any(each.findings for each in checked)
     return int(found or bool(overlaps) or any(each.refusals for each in checked))
+
+
+def _parameters(paths: Sequence[str], param: Given) -> dict[str, Any]:
+    """Return the parameters of the run by which the sets are judged."""
+    from flows.cli.parameters import read_parameters
+    from rlhf_core.errors import ConfigError
+
+    given = read_parameters(param)
+    names = ("name", "model", "episodes", "seed", "overrides")
+    if unknown := [name for name in given if name not in names]:
+        raise ConfigError(f"a check takes the parameters {', '.join(names)}, and {unknown[0]!r} came")
+    return given | ({"data": paths[0]} if paths else {})
+
+
+def _check_arrivals(draft: Draft, preset: str, parameters: dict[str, Any], *, strict: bool, as_json: bool) -> int:
+    """Show what a night would take in now, and what the new rows hold."""
+    from flows.begin import with_data_and_project
+    from flows.cli.parameters import placed
+    from flows.presets import preset_values
+    from infra.settings import settings
+    from rlhf_core.data.arriving import ARRIVED, ARRIVING
+    from rlhf_core.data.preparing import Standard, check_rows
+    from tasks.arrivals import foresee
+    from tasks.context import open_context
+
+    given = placed(parameters, here=True)
+    config = with_data_and_project(draft.config, given.get("data"), preset_values(preset), given)
+    template = _template(config)
+    found = foresee(open_context(), config, template)
+    standard = Standard(config, True, template, settings().reward_modules, draft.sizes)
+    new = [(role, found.sets[role]) for role in ARRIVING if role in found.sets]
+    checked = [check_rows(standard, ARRIVED, role, read) for role, read in new if read.rows]
+    if as_json:
+        _write_json(checked, [], preset, found)
+    else:
+        console = output.console()
+        _show_arrivals(console, found)
+        for each in checked:
+            _show_set(console, each, preset=preset, model=config.model.path if template is not None else None)
+        refusals = [*([found.refused] if found.refused else []), *(told for each in checked for told in each.refusals)]
+        _show_verdict(console, refusals, False, preset)
+    doubts = strict and (found.arrived.bad or any(each.findings for each in checked))
+    return int(bool(doubts) or found.refused is not None or any(each.refusals for each in checked))
 
 
 def _overlaps(checked: Sequence[Checked]) -> list[Overlap]:
@@ -131,15 +190,28 @@ def _template(config: PipelineConfig) -> PromptTemplate | None:
         return None
 
 
-def _write_json(checked: Sequence[Checked], overlaps: Sequence[Overlap], preset: str | None) -> None:
-    facts = {
+def _write_json(
+    checked: Sequence[Checked], overlaps: Sequence[Overlap], preset: str | None, arrivals: Foreseen | None = None
+) -> None:
+    refused = bool(overlaps) or any(each.refusals for each in checked)
+    facts: dict[str, Any] = {
         "preset": preset,
         "sets": [each.as_dict() for each in checked],
         "overlaps": [
             {"sets": [one, other], "prompts": len(shared), "example": shared[0]} for one, other, shared in overlaps
         ],
-        "refused": bool(overlaps) or any(each.refusals for each in checked),
+        "refused": refused or (arrivals is not None and arrivals.refused is not None),
     }
+    if arrivals is not None:
+        facts["arrivals"] = {
+            "project": arrivals.project,
+            "ledger": arrivals.night.before and arrivals.night.before.uri,
+            "since": arrivals.since and arrivals.since.isoformat(),
+            "roles": arrivals.roles,
+            "bad_files": [each.told for each in arrivals.arrived.bad],
+            "left_to_later": arrivals.arrived.later,
+            "refused": arrivals.refused,
+        }
     write_json(facts)
 
 
@@ -183,6 +255,27 @@ def _show_set(console: Console, checked: Checked, *, preset: str, model: str | N
         _title(console, f"Under the limits of preset {preset}, for information")
         for sentence in checked.notes:
             console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
+
+
+def _show_arrivals(console: Console, found: Foreseen) -> None:
+    """Show, by role, what a night would take in, and which files it would leave out."""
+    since = "no ledger yet: no night of the project has ended, so that all is new"
+    if found.night.before is not None and found.since is not None:
+        since = f"since {output.when(found.since)}, by the ledger of {found.night.before.uri}"
+    _title(console, f"What a night of {found.project} would take in now, {since}")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("for")
+    for name in ("new files", "in quarantine", "new rows", "known rows", "rows that wait"):
+        table.add_column(name, justify="right")
+    for role, figures in found.roles.items():
+        named = ("new_files", "bad_files", "new_rows", "known_rows", "waiting_rows")
+        table.add_row(role, *(f"{figures[name]:,}" for name in named))
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    for each in found.arrived.bad:
+        console.print(Padding(Text.assemble(("left out: ", "red"), visible(each.told)), (0, 0, 0, 2), expand=False))
+    for name in found.arrived.later:
+        told = f"{visible(name)} may still be written to, and is left to the next night"
+        console.print(Padding(told, (0, 0, 0, 2), expand=False))
 
 
 def _show_overlap(console: Console, one: str, other: str, shared: list[str]) -> None:

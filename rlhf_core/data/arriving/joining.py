@@ -41,6 +41,7 @@ Learnt = Callable[["PastNight", str], "list[Any] | None"]
 """Returns what a night was the first to learn of a role; None where its dataset is no longer in the store."""
 LEARNING = ("sft", "preferences", "ppo")
 """Splits that are learnt from; a reward model learns from `preferences`, given pairs too."""
+ARRIVED = "what has arrived"
 
 
 @dataclass
@@ -75,16 +76,24 @@ class Tonight:
             arrived: tonight's.
             given: sets that do not grow.
         """
-        return {role: self._set(role, new) for role, new in arrived.roles.items()} | dict(given)
+        rows = {role: [*self.fresh[role], *self.old[role]] for role in arrived.roles}
+        return {role: as_set(role, new, rows[role]) for role, new in arrived.roles.items()} | dict(given)
 
-    def _set(self, role: str, new: NewRows) -> ReadSet[Any]:
-        rows = [*self.fresh[role], *self.old[role]]
-        digest = hashlib.sha256(role.encode() + b"\n" + rows_to_jsonl(role, rows)).hexdigest()
-        facts = [SourceFacts("what has arrived", tuple(new.files), "; ".join(new.forms), new.read, len(new.rows), None)]
-        before = len(rows) - len(new.rows)
-        if before:
-            facts.append(SourceFacts("earlier nights", (), "rows that they stored", before, before, None))
-        return ReadSet(tuple(rows), tuple(new.rejected), new.repeated + new.known, tuple(facts), digest, new.not_shown)
+
+def as_set(role: str, new: NewRows, rows: Sequence[Any]) -> ReadSet[Any]:
+    """Return rows as a run without arrivals reads them.
+
+    Args:
+        role: what they are for.
+        new: what has arrived for it.
+        rows: all of them, those of earlier nights too.
+    """
+    digest = hashlib.sha256(role.encode() + b"\n" + rows_to_jsonl(role, rows)).hexdigest()
+    facts = [SourceFacts(ARRIVED, tuple(new.files), "; ".join(new.forms), new.read, len(new.rows), None)]
+    before = len(rows) - len(new.rows)
+    if before:
+        facts.append(SourceFacts("earlier nights", (), "rows that they stored", before, before, None))
+    return ReadSet(tuple(rows), tuple(new.rejected), new.repeated + new.known, tuple(facts), digest, new.not_shown)
 
 
 def join(
@@ -158,6 +167,11 @@ def _compared(data: DataConfig, arrivals: ArrivalsConfig, arrived: Arrived, past
         for role, new in arrived.roles.items()
         if new.rows
     }
+
+
+def count_waiting(rows: Iterable[Any], config: DataConfig) -> int:
+    """Return how many of the rows that a night left to the next are not held out."""
+    return sum(not _is_held_out(row, config) for row in rows)
 
 
 class _Stages:
@@ -316,7 +330,7 @@ def settle_rows(config: PipelineConfig, tonight: Tonight, made: Prepared, *, rea
     learnt: Rows = {role: [] for role in tonight.fresh}
     pending: Rows = {role: [] for role in tonight.fresh} | tonight.unnamed
     counts: Counter[str] = Counter()
-    counts["waiting"] = sum(not _is_held_out(row, config.data) for rows in tonight.unnamed.values() for row in rows)
+    counts["waiting"] = sum(count_waiting(rows, config.data) for rows in tonight.unnamed.values())
     for role, rows in tonight.fresh.items():
         for row in rows:
             key = key_of(row)

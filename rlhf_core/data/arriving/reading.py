@@ -103,8 +103,7 @@ def read_new(
         as_of: what was written later is left to a later night.
 
     Raises:
-        DataError: if a source itself cannot be reached, its column map fits no form of its role, or more of the new
-            files are bad than `max_bad_files` allows.
+        DataError: if a source itself cannot be reached, or its column map fits no form of its role.
     """
     arrived = Arrived({role: NewRows() for role in ARRIVING if getattr(config, role)})
     views = {role: MessageView(template) for role in arrived.roles}
@@ -114,8 +113,6 @@ def read_new(
     for name, new in arrived.roles.items():
         _leave_known_rows_out(name, new, marks, arrived.marks)
         new.not_shown = views[name].not_shown()
-    if config.arrivals is not None:
-        _refuse_too_many_bad(arrived, config.arrivals)
     return arrived
 
 
@@ -208,7 +205,12 @@ def _leave_known_rows_out(role: str, new: NewRows, marks: RowMarks, all_marks: l
     new.known = len(unique) - len(new.rows)
 
 
-def _refuse_too_many_bad(arrived: Arrived, config: ArrivalsConfig) -> None:
+def refuse_too_many_bad(arrived: Arrived, config: ArrivalsConfig) -> None:
+    """Refuse what has arrived if more of the new files are bad than `max_bad_files` allows.
+
+    Raises:
+        DataError: they are.
+    """
     bad, new = arrived.bad, arrived.new
     if not bad or len(bad) <= config.max_bad_files * len(new):
         return

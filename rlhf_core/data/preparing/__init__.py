@@ -1,6 +1,6 @@
 """From the sets that were read to each stage's problems and pairs, and a report on all of it."""
 
-from rlhf_core.data.preparing.checking import Checked, Standard, check_source, shared_prompts
+from rlhf_core.data.preparing.checking import Checked, Standard, check_rows, check_source, shared_prompts
 from rlhf_core.data.preparing.lengths import TokenMeter
 from rlhf_core.data.preparing.prepare import (
     ROLES,
@@ -25,6 +25,7 @@ __all__ = [
     "SetReport",
     "Standard",
     "TokenMeter",
+    "check_rows",
     "check_source",
     "describe_set",
     "prepare",

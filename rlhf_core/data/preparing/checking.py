@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config.sizes import as_they_are, settle, told_changes
@@ -124,15 +124,39 @@ def check_source(
         refusals += refused
     elif meter is not None:
         notes = _beyond_limits(config, role, read, meter)
-    rows = describe_rows(read.rows, f"data.{role}", meter)
-    facts = describe_set(role, read)
+    found = _checked(config, source.path, role, read, meter, report)
+    return replace(found, refusals=tuple(dict.fromkeys(refusals)), notes=tuple(notes), sizes=sizes)
+
+
+def check_rows(standard: Standard, name: str, role: Role, read: ReadSet[Any]) -> Checked:
+    """Return what rows hold that were read before, such as those that have arrived.
+
+    Args:
+        standard: what they are judged by.
+        name: what they are called.
+        role: what they are for.
+        read: the rows.
+    """
+    meter, refused = _meter(standard)
+    notes = [] if meter is None else _beyond_limits(standard.config, role, read, meter)
+    return replace(_checked(standard.config, name, role, read, meter), refusals=tuple(refused), notes=tuple(notes))
+
+
+def _checked(
+    config: PipelineConfig,
+    name: str,
+    role: Role,
+    read: ReadSet[Any],
+    meter: TokenMeter | None,
+    report: DataReport | None = None,
+) -> Checked:
+    rows, facts = describe_rows(read.rows, f"data.{role}", meter), describe_set(role, read)
     if report is not None:
         findings = report.findings
     else:
         given = LintSet.of(role, read, meter, config.reward_model.max_length)
         findings = tuple(lint_set(given, config.data.lint))
-    told = tuple(dict.fromkeys(refusals))
-    return Checked(source.path, role, read, facts, rows, report, told, tuple(notes), sizes, findings)
+    return Checked(name, role, read, facts, rows, report, (), findings=findings)
 
 
 def shared_prompts(one: Checked, other: Checked) -> list[str]:

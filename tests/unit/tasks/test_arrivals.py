@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from flows.begin import with_data_and_project
+from flows.cli import main
 from flows.presets import preset_values, resolve
 from infra.artifacts import ArtifactStore
 from rlhf_core.config import DataConfig, PipelineConfig
@@ -41,8 +43,8 @@ class Nights:
         self.arrivals = {"settle_s": 0, **arrivals}
         self.places = 40
 
-    def config(self, **changes: Any) -> PipelineConfig:
-        overrides: dict[str, Any] = SMALL | {
+    def overrides(self) -> dict[str, Any]:
+        return SMALL | {
             "data.splits": {"sft": 0, "preferences": 0, "ppo": self.places, "evaluation": 8},
             "data.task": None,
             "data.task_parameters": None,
@@ -53,7 +55,9 @@ class Nights:
             "evaluation.judge": "reward_model",
             "data.verifier": None,
         }
-        return resolve("quickstart", model=str(self.model), overrides=overrides | changes)
+
+    def config(self, **changes: Any) -> PipelineConfig:
+        return resolve("quickstart", model=str(self.model), overrides=self.overrides() | changes)
 
     def arrive(self, name: str, numbers: Any, *, raw: str = "", age_s: float = HOUR) -> Path:
         """Put a file there, written some time ago."""
@@ -541,6 +545,65 @@ def test_what_a_window_learns_again_repeats_nothing(nights: Nights) -> None:
 
 def _read(nights: Nights, made: StageResult, file: str) -> str:
     return nights.store.read_bytes(nights.store.resolve(made.uri), file).decode()
+
+
+def check(nights: Nights, *arguments: str) -> int:
+    """Look at what a night would take in, by the command."""
+    run = {"name": "quickstart", "model": str(nights.model), "overrides": nights.overrides()}
+    return main(["data", "check", *(f"-p={name}={json.dumps(value)}" for name, value in run.items()), *arguments])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_check_shows_what_a_night_would_take_in_and_stores_nothing(
+    nights: Nights, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nights.arrive("a.jsonl", range(40))
+    assert check(nights, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["arrivals"]["ledger"] is None
+    assert found["arrivals"]["roles"]["prompts"]["new_rows"] == 40
+    assert check(nights) == 0
+    assert "no ledger yet: no night of the project has ended" in capsys.readouterr().out
+    nights.places = 16
+    made = nights.night()
+    nights.arrive("b.jsonl", range(30, 60))
+    nights.arrive("c.jsonl", (), raw='{"prompt": ')
+    nights.arrivals["settle_s"] = 60
+    nights.arrive("d.jsonl", range(100, 120), age_s=1)
+    before = contents(tmp_path / "store")
+    assert check(nights, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert check(nights) == 0
+    lines = " ".join(capsys.readouterr().out.split())
+    assert contents(tmp_path / "store") == before
+    assert told["arrivals"]["ledger"] == made.uri
+    assert told["arrivals"]["roles"] == {
+        "prompts": {
+            "new_files": 2,
+            "bad_files": 1,
+            "new_rows": 20,
+            "known_rows": 10,
+            "waiting_rows": made.metrics["waiting_rows"],
+        }
+    }
+    assert made.metrics["waiting_rows"] > 0
+    assert [Path(each).name for each in told["arrivals"]["left_to_later"]] == ["d.jsonl"]
+    assert f"by the ledger of {made.uri}" in lines
+    assert re.search(r"prompts 2 1 20 10 \d+ left out: row 1 of .*c\.jsonl", lines)
+    assert "d.jsonl may still be written to" in lines
+    nights.arrivals["max_bad_files"] = 0.1
+    assert check(nights) == 1
+    assert "1 of 2 new files cannot be read" in capsys.readouterr().out
+
+
+def test_a_check_of_data_that_arrive_takes_one_path(nights: Nights, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(nights, "one", "two") == 1
+    assert "one path is checked" in " ".join(capsys.readouterr().err.split())
+    assert main(["data", "check", "one", "-p", "episode=3"]) == 1
+    assert "a check takes the parameters name, model" in " ".join(capsys.readouterr().err.split())
 
 
 def test_marks_tell_known_rows_and_grow_at_the_end() -> None:

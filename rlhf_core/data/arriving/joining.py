@@ -242,7 +242,8 @@ class _Past:
             rows = self._stored(night, role)
             if night.dataset in self.gone:
                 break
-            found[night.dataset] = rows[-most:]
+            if rows:
+                found[night.dataset] = rows[-most:]
             most -= len(rows)
         return found
 

@@ -493,9 +493,10 @@ def test_what_waits_is_kept_while_the_configuration_does_not_name_its_role(night
     assert nights.ledger(again).learnt["preferences"] == 12
 
 
-def test_an_evaluation_alone_needs_nothing_new(nights: Nights) -> None:
+def test_an_evaluation_alone_needs_nothing_new(nights: Nights, context: Context) -> None:
     nights.arrive("a.jsonl", range(20))
     nights.night()
+    look_for_arrivals(context, nights.config(), None, learns=False)
     found = nights.prepare(reads=("evaluation",))
     assert nights.rows(found, "evaluation")
     assert found.metrics["learnt_rows"] == 0

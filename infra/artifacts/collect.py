@@ -96,7 +96,7 @@ def _delete_ripe(
     blobs: set[str] = set()
 
     for old, hashes, keys in _batches(due, found.stale_keys, finish=found.unfinished > 0):
-        gone = delete_unreached(backend, catalog, old, hashes, keys)
+        gone = delete_unreached(backend, catalog, old, hashes, keys, needed=found.needed)
         versions += [each.uri for each in gone.versions]
         blobs.update(gone.blobs)
         for manifest in gone.versions:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from infra.artifacts.backend import BODIES, Backend, in_parallel
 from infra.artifacts.catalog import Catalog, KeyIndex, highest_version
-from infra.artifacts.leases import Claim, Lease, LeaseOutlivedError, await_deletions, lease
+from infra.artifacts.leases import Claim, Lease, LeaseOutlivedError, lease
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest, check_path
 from infra.artifacts.ref import blob_key, content_key, version_key
 from infra.errors import StoreError, StoreNotReadyError, VersionExistsError
@@ -80,7 +80,7 @@ def commit(
             with lease(backend, draft.writer, claim) as held:
                 skipped = send_missing(backend, bodies)
                 manifest = write(held)
-                resend(backend, bodies, list(bodies) if held.is_outlived else skipped)
+                resend(backend, bodies, list(bodies) if held.is_outlived else skipped, held)
                 return manifest
         except LeaseOutlivedError:
             if attempt == ATTEMPTS - 1:
@@ -94,13 +94,13 @@ def send_missing(backend: Backend, bodies: Mapping[str, Body]) -> list[str]:
     return [digest for digest, was_there in zip(bodies, found, strict=True) if was_there]
 
 
-def resend(backend: Backend, bodies: Mapping[str, Body], doubtful: Collection[str]) -> None:
+def resend(backend: Backend, bodies: Mapping[str, Body], doubtful: Collection[str], held: Lease) -> None:
     """Upload those that were in the store before the manifest was, and are no longer.
 
     A lease that ran out while its writer was stopped protects nothing, and a person may delete anything.
     """
     if doubtful:
-        await_deletions(backend, Claim(frozenset(doubtful)))
+        held.await_deletions(Claim(frozenset(doubtful)))
         send_missing(backend, {digest: bodies[digest] for digest in doubtful})
 
 

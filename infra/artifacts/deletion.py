@@ -138,6 +138,7 @@ def survey(backend: Backend, catalog: Catalog, retention: Retention) -> Survey:
         leftovers=[key for name in backend.children(PROBES) if re.match(LEFTOVER, key := PROBES + name)],
         stale_keys=_stale_keys(backend, catalog, manifests),
         old_locks=old_run_locks(backend),
+        needed=needed,
         stale_leases=sum(age > LEASE_LIFE for _, _, age in leases),
         unfinished=sum(age > INTENT_LIFE for _, _, age in claims(backend, DELETING)),
     )
@@ -159,6 +160,8 @@ class Survey:
     """Entries of the key index that lead to nothing. They need no grace time, because nothing is lost with them."""
     old_locks: list[str]
     """Keys of the locks of runs that ended long ago: nobody starts them again. What they began with goes, too."""
+    needed: set[str]
+    """The blobs, by hash, that versions or leases which stay reach."""
     stale_leases: int
     unfinished: int
     """Deletions whose process was killed."""
@@ -267,6 +270,7 @@ def delete_unreached(
     versions: Collection[Manifest] = (),
     blobs: Iterable[str] = (),
     keys: Collection[str] = (),
+    needed: Collection[str] = (),
 ) -> Deleted:
     """Delete versions that no alias or lease reaches, then what nothing that is left leads to.
 
@@ -279,6 +283,8 @@ def delete_unreached(
             name: its number would be given again.
         blobs: other candidates, by hash.
         keys: other candidates among the entries of the key index.
+        needed: blobs, by hash, that other versions reached a moment ago. They stay, and the intent does not name them:
+            their writers would wait for it if this process is killed.
 
     Returns:
         What was deleted; less than asked for when others rely on it or time ran out.
@@ -287,6 +293,7 @@ def delete_unreached(
     doomed = set(blobs).union(
         (blob.sha256 for each in versions for blob in each.blobs), *(claim.blobs for _, claim in orphaned)
     )
+    doomed.difference_update(needed)
     claim = Claim(frozenset(doomed), frozenset(each.uri for each in versions), keys=_entries(keys, versions))
     intent = _Intent(backend, claim)
     leased = live_leases(backend)  # before the manifests: a lease ends only when its manifest is there

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
@@ -98,12 +98,17 @@ class Lease:
         self._holder = holder
         self._begun = clock.boottime()
         self._notes: list[str] = []
+        self._dead: set[str] = set()
 
     def cover(self, claim: Claim) -> None:
         """Claim something, besides what is claimed already; return when nobody is deleting any of it."""
         self._notes.append(f"{LEASES}{self._holder}-{len(self._notes)}.json")
         self._backend.create(self._notes[-1], claim.to_json())
-        await_deletions(self._backend, claim)
+        self.await_deletions(claim)
+
+    def await_deletions(self, claim: Claim) -> None:
+        """Wait until nobody is deleting any of what is claimed; for a deletion whose process was killed, once."""
+        self._dead |= await_deletions(self._backend, claim, self._dead)
 
     def end(self) -> None:
         """Release all that is claimed."""
@@ -152,17 +157,26 @@ def lease(backend: Backend, holder: str, claim: Claim) -> Iterator[Lease]:
         log.warning("a lease stays in the artifact store for %.0f h, and keeps what it names: %s", hours, error)
 
 
-def await_deletions(backend: Backend, claim: Claim) -> None:
+def await_deletions(backend: Backend, claim: Claim, dead: Collection[str] = ()) -> set[str]:
     """Wait until nobody who is alive deletes anything of the claim.
 
     A deletion that states its intent after the first look sees the lease, or the manifest, that was written before.
+
+    Args:
+        backend: where.
+        claim: what somebody is about to rely on.
+        dead: keys of intents that were waited for before.
+
+    Returns:
+        Keys of the intents that are still there, though their deletions have ended.
     """
     deadline = clock.boottime() + DELETION_LIFE.total_seconds()
     found = claims(backend, DELETING)
-    awaited = {key for key, doomed, age in found if age < INTENT_LIFE and claim.meets(doomed)}
+    awaited = {key for key, doomed, age in found if key not in dead and age < INTENT_LIFE and claim.meets(doomed)}
     while awaited and clock.boottime() < deadline:
         clock.pause(POLL_S)
         awaited &= {DELETING + name for name in backend.children(DELETING)}
+    return awaited
 
 
 def live_leases(backend: Backend) -> Claim:

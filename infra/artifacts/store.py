@@ -291,8 +291,11 @@ class ArtifactStore:
         wanted = staying(self._backend, Claim(), manifests)
         own = [each for each in manifests if (each.kind, each.name) == (kind, name)]
         old = Retention({kind: keep}).retired(own, wanted)
-        gone = delete_unreached(self._backend, self._catalog, old).versions if old else []
-        return [manifest.version for manifest in gone]
+        if not old:
+            return []
+        going = {each.uri for each in old}
+        needed = {blob.sha256 for each in manifests if each.uri not in going for blob in each.blobs}
+        return [each.version for each in delete_unreached(self._backend, self._catalog, old, needed=needed).versions]
 
     def lock(self, name: str) -> Lock:
         """Return the lock of a name: what one process, or one run, at a time does.

@@ -12,9 +12,9 @@ from uuid import uuid4
 import pytest
 
 from infra.artifacts import KINDS, ArtifactStore
-from infra.artifacts.backend import Backend
-from infra.artifacts.leases import INTENT_LIFE, LEASE_LIFE, Claim, lease
-from infra.artifacts.ref import blob_key
+from infra.artifacts.backend import Backend, clock
+from infra.artifacts.leases import DELETION_LIFE, INTENT_LIFE, LEASE_LIFE, Claim, claims, lease
+from infra.artifacts.ref import DELETING, blob_key
 from infra.errors import StoreError, VersionExistsError
 from tests.unit.artifacts.store_contract import at_once, sha256
 
@@ -188,6 +188,35 @@ class PruningContract:
             backend.delete(intent)
             ref = writing.result(timeout=30)
         assert store.read_bytes(store.resolve(ref), "f") == b"body"
+
+    def test_a_pruner_that_is_killed_keeps_no_writer_of_what_others_reach_waiting(
+        self, store: ArtifactStore, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for step in range(2):
+            store.commit("ppo-state", "run", {"own": b"own%d" % step, "empty": b""})
+        delete = store._backend.delete
+
+        def delete_until_killed(key: str) -> None:
+            if key.startswith("versions/"):
+                raise KeyboardInterrupt
+            delete(key)
+
+        monkeypatch.setattr(store._backend, "delete", delete_until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.prune("ppo-state", "run", keep=1)
+        [(_, claim, _)] = claims(backend, DELETING)
+        assert claim.blobs == {sha256(b"own0")}
+
+    def test_a_writer_waits_once_for_a_deletion_that_does_not_end(
+        self, store: ArtifactStore, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.commit("ppo-state", "old", {"f": b"body"})
+        note(backend, "trash/deleting", b"body", datetime.now(UTC))
+        waited: list[float] = []
+        monkeypatch.setattr(clock, "pause", lambda _: waited.append(60.0))
+        monkeypatch.setattr(clock, "boottime", lambda: sum(waited))
+        store.commit("policy", "p", {"f": b"body"})
+        assert sum(waited) == DELETION_LIFE.total_seconds()
 
     def test_a_dead_pruner_stops_no_writer_and_its_work_is_finished(
         self, store: ArtifactStore, backend: Backend

@@ -33,9 +33,9 @@ def test_an_alias_that_moves_while_versions_are_deleted_keeps_its_own(
         store.commit("policy", "p", {"f": b"p%d" % step}, parents=[data[step]])
     real = collect.delete_unreached
 
-    def move_first(*arguments: Any) -> deletion.Deleted:
+    def move_first(*arguments: Any, **named: Any) -> deletion.Deleted:
         store.set_alias("policy/p@1", "champion", why="meanwhile", who="test")
-        return real(*arguments)
+        return real(*arguments, **named)
 
     monkeypatch.setattr(collect, "delete_unreached", move_first)
     assert at_once(store, Retention.parse("dataset=1,policy=1")).versions == []
@@ -123,9 +123,9 @@ def test_many_are_deleted_in_batches_each_within_its_limit(
     sizes: list[tuple[int, ...]] = []
     real = collect.delete_unreached
 
-    def counted(*arguments: Any) -> deletion.Deleted:
+    def counted(*arguments: Any, needed: set[str]) -> deletion.Deleted:
         sizes.append(tuple(map(len, arguments[2:])))
-        return real(*arguments)
+        return real(*arguments, needed=needed)
 
     monkeypatch.setattr(collect, "delete_unreached", counted)
     gone = at_once(store)

@@ -193,7 +193,9 @@ DANGERS = {
         champion_came_from_what_is_pruned, (deletion, "reached", lambda roots, _: set(roots))
     ),
     "a deleter does not look for leases": Danger(deleter_finds_a_writer, (deletion, "live_leases", lambda _: Claim())),
-    "a writer does not look for deleters": Danger(writer_finds_a_deleter, (leases, "await_deletions", nothing)),
+    "a writer does not look for deleters": Danger(
+        writer_finds_a_deleter, (leases, "await_deletions", lambda *_: set())
+    ),
     "an alias moves without a lease": Danger(alias_moves_to_what_is_deleted, (aliases, "lease", no_lease)),
     "a mover does not see that its lease is outlived": Danger(mover_sleeps, (Lease, "check", nothing)),
     "an alias keeps its version and not what that came from": Danger(

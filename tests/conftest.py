@@ -29,6 +29,7 @@ if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory
 
 FIRST = (
     "test_year",
+    "test_night_story",
     "test_chain",
     "test_security",
     "test_stack_mishaps",

@@ -88,9 +88,9 @@ def test_an_entry_that_leads_to_something_by_now_is_not_collected(
     assert backend.create(KEY, json.dumps({"uri": "policy/p@7", "digest": "0" * 64}).encode())
     real = collect.delete_unreached
 
-    def commit_first(*arguments: Any) -> object:
+    def commit_first(*arguments: Any, **named: Any) -> object:
         commit(store, b"new", key="k")
-        return real(*arguments)
+        return real(*arguments, **named)
 
     monkeypatch.setattr(collect, "delete_unreached", commit_first)
     assert at_once(store).survey.stale_keys == [KEY]

@@ -12,6 +12,7 @@ from rlhf_core.errors import ConfigError
 from tasks.arrivals import NothingNew, NothingNewError, look_for_arrivals
 from tasks.context import Context, open_context
 from tasks.data import SPLITS, check_data, check_rows_fit, is_dataset, prepare_data, settle_dataset, settled, with_data
+from tasks.events import note_project
 from tasks.nights import check_data_are_named, tags_of_run
 from tasks.parents import wants_reward_model
 from tasks.plan import recalled, recorded, settled_once, told_at
@@ -70,6 +71,7 @@ def begin(
     given: dict[str, Any] = {"actor": actor, "reward_model": reward_model}
     begun: Begun | None = recalled(context, BEGAN_WITH, Begun)
     if begun is not None:
+        note_project(begun.config.name)
         _say_as_it_began(context, preset, begun)
         stages = _training(begun.config, trains, reads, **given)
         settle_models(begun.config, trains=trains, stages=stages, **given)  # they must be there as they were
@@ -79,6 +81,7 @@ def begin(
     before = recalled(context, _question(preset), dict[str, Any], by_all=True)
     values = before or preset_values(preset)
     draft = _draft(context, preset, data, values, {"name": name, "goes_on": before is not None, **parameters})
+    note_project(draft.config.name)
     if not is_dataset(data):
         look_for_arrivals(context, draft.config, as_of, learns=trains is not None)
     stages = _training(draft.config, trains, reads, **given)

@@ -74,6 +74,14 @@ def root_flow_run() -> str | None:
     return _ROOTS[own]
 
 
+def page_of(known: Settings, flow_run: str | None) -> str | None:
+    """Return the address of a run's page in Prefect; None where there is none."""
+    api = known.prefect_api_url
+    if flow_run is None or api is None:
+        return None
+    return f"{api.removesuffix('/').removesuffix('/api')}/runs/flow-run/{flow_run}"
+
+
 def materialise(context: Context, parent: Parent) -> Path:
     """Return a local directory with the parent's files, verified.
 

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.escaping import SHOWN_LENGTH, one_line
 from rlhf_core.gating.conditions import Condition
 
 
@@ -126,6 +127,20 @@ class Challenge(Plain):
     """False: it was promoted, or has ended."""
 
 
+class Approval(Plain):
+    """What a person said to a promotion; text of theirs is as it was typed."""
+
+    is_given: bool
+    who: str
+    why: str
+
+    @property
+    def told(self) -> str:
+        """The answer in words, on one line."""
+        who, why = one_line(self.who.strip(), SHOWN_LENGTH), one_line(self.why.strip(), SHOWN_LENGTH)
+        return f"{'approved' if self.is_given else 'not approved'} by {who}: {why}"
+
+
 class Decision(Plain):
     """What the gate decided about a policy."""
 
@@ -153,3 +168,5 @@ class Decision(Plain):
     """What becomes of the challenger; None: nothing new."""
     conditions: tuple[Condition, ...] = ()
     """Of the promotion, beside the gain; none in decisions of earlier releases, or where nothing was compared."""
+    approval: Approval | None = None
+    """A person's, where one was asked."""

@@ -29,6 +29,7 @@ from rlhf_core.errors import RlhfError
 from tasks import failures
 from tasks.context import is_inner
 from tasks.deadlines import in_time
+from tasks.events import tell_failure
 from tasks.run_log import run_logger
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
     The state's name is one of a few (`tasks.failures.ends_as`), since it is all that some commands show. A flow that a
     task or subflow ends passes on its sentence, its name, and how it ended. The outermost one is Crashed only if
     it is started again; where nobody would, it has Failed. One that a signal ends has done neither, whatever came of
-    the signal: Prefect records it as Cancelled or Crashed.
+    the signal: Prefect records it as Cancelled or Crashed. Others are told of a failure of the outermost.
     """
 
     @wraps(function)
@@ -76,7 +77,27 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
                 return _failed(told, name)  # type: ignore[return-value]
         return _crashed(told, name) if inner else _ending(told, name, run)  # type: ignore[return-value]
 
-    return guarded
+    return _telling_of_failure(guarded)
+
+
+def _telling_of_failure(function: Callable[P, R]) -> Callable[P, R]:
+    """Tell others where the outermost flow has failed."""
+
+    @wraps(function)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> R:
+        run = _flow_run()
+        if run is None or is_inner(run):
+            return function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:  # unexpected: its traceback is in the log
+            tell_failure(run, "Failed", f"{type(error).__name__}: {failures.first_line(error)}")
+            raise
+        if isinstance(result, State) and result.is_failed():
+            tell_failure(run, str(result.name), str(result.message))
+        return result
+
+    return telling
 
 
 def _flow_run() -> FlowRun | None:

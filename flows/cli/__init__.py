@@ -46,6 +46,7 @@ app.command("flows.cli.stack:tidy", name="tidy", help="Delete what is old and wh
 app.command(
     "flows.cli.stack:automations", name="automations", help="Have another Prefect server start crashed runs again."
 )
+app.command("flows.cli.notify:app", name="notify", help="Send word of each night by webhook, Slack or e-mail.")
 app.command("flows.cli.artifacts:app", name="artifacts", help="Look into the artifact store, and keep it in order.")
 app.command("flows.cli.nights:nights", name="nights", help="List the nights: their data, cost and decision.")
 app.command("flows.cli.backfill:backfill", name="backfill", help="Make the nights that were missed, day by day.")

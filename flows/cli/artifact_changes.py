@@ -39,6 +39,8 @@ def promote(reference: str, /, alias: str = _CHAMPION, *, why: Why = "", as_json
     target = store.resolve(reference)
     _refuse_other_champions(target, alias)
     before = store.promote(target.ref, alias, why=reason, who=_who())
+    if alias == _CHAMPION and before != target.uri:
+        _tell_others(target, before, f"{target.uri} is the champion now, by {_who()}: {reason}")
     if as_json:
         return write_json({"uri": target.uri, "alias": alias, "before": before, "moved": before != target.uri})
     what = f"{alias} of {target.kind}/{target.name}"
@@ -74,11 +76,32 @@ def rollback(artifact: str, /, alias: str = _CHAMPION, *, why: Why = "", as_json
     if before is None:
         store.resolve(artifact)  # of an unknown one it says what there is instead
     target = store.rollback(reference.kind, reference.name, alias, why=reason, who=_who())
+    if alias == _CHAMPION:
+        told = f"{target.uri} is the champion again, in place of {before}, by {_who()}: {reason}"
+        _tell_others(target, before, told, is_rollback=True)
     if as_json:
         return write_json({"uri": target.uri, "alias": alias, "before": before})
     what = f"{alias} of {reference.kind}/{reference.name}"
     console().print(f"{what} points at {target.uri} again; before, at {before}")
     return None
+
+
+def _tell_others(target: Manifest, before: str | None, told: str, *, is_rollback: bool = False) -> None:
+    """Tell the Prefect server, and through it whoever gets notices; where there is none, the alias has moved anyway."""
+    from infra.errors import InfraError
+    from infra.services import notices, prefect_api, running_api_url
+    from infra.settings import settings
+    from tasks.events import event_of
+
+    known = settings()
+    name = notices.ROLLED_BACK if is_rollback else notices.PROMOTED
+    facts = {"policy": target.uri, "before": before}
+    try:
+        if api_url := running_api_url(known) or known.prefect_api_url:
+            event = event_of(name, target.name, told, artifacts=[target.uri, before], facts=facts)
+            prefect_api.call(api_url, "POST", "/events", [event])
+    except (InfraError, ValueError) as error:
+        console(stderr=True).print(f"nobody was told of it: {error}", soft_wrap=True)
 
 
 def _refuse_other_champions(target: Manifest, alias: str) -> None:

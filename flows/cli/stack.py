@@ -134,6 +134,7 @@ def status(*, as_json: Json = False) -> int:
             console.print(how, soft_wrap=True)
             if server.state == "running":
                 _tell_what_was_set(known, console)
+                _tell_of_notices(f"{server.address}/api", console)
     return 0 if all(line.state in {"running", "none"} for line in lines) else 1
 
 
@@ -148,6 +149,19 @@ def _tell_what_was_set(known: Settings, console: Console) -> None:
         return
     for name, told in found.items():
         console.print(f"{name}, as set in Prefect: {'; '.join(told)}", soft_wrap=True)
+
+
+def _tell_of_notices(api_url: str, console: Console) -> None:
+    from infra.errors import ServiceError
+    from infra.services import notices
+
+    try:
+        found = notices.channels(api_url)
+    except ServiceError as error:
+        console.print(f"where notices go is not known: {error}", soft_wrap=True)
+        return
+    told = "; ".join(f"{each.name} ({each.last if each.is_on else 'switched off'})" for each in found)
+    console.print(f"notices: {visible(told) or 'none (rlhf notify add)'}", soft_wrap=True)
 
 
 def doctor(*, as_json: Json = False) -> int:

@@ -50,6 +50,8 @@ _TIMES = ("before it began", "once", "twice", "three times")
 """In the names of automations. A server knows its automations by name, so the word stays; it counts starts."""
 _RESTART = "A crashed run is started again"
 _END = "A run that crashes again and again is given up"
+GIVEN_UP = "Failed: crashed in every start"
+"""Name of the state in which such a run ends."""
 _NOT_STARTED_AGAIN = {
     "type": "CRASHED",
     "message": "The run crashed, and the local stack was ended before it was started again.",
@@ -91,7 +93,7 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
         _at_crash(RESTARTS + 1),
         {
             "state": "FAILED",
-            "name": "Failed: crashed in every start",
+            "name": GIVEN_UP,
             "message": f"The run crashed {_when(RESTARTS + 1)} and is not started again by itself: look for the "
             "reason in its log and the worker's, then start a run with the same parameters, which goes on from the "
             "last commit.",

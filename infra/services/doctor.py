@@ -24,7 +24,7 @@ from infra.errors import InfraError
 from infra.lock_file import locked_packages
 from infra.loopback import open_url
 from infra.prefect_access import PASSWORD_FILE, access_to
-from infra.services import automations, gpus, postgres, prefect_api
+from infra.services import automations, gpus, notices, postgres, prefect_api
 from infra.services.password import read_password
 from infra.services.ports import holder, is_free
 from infra.services.prefect_server import PREFECT_PORT
@@ -75,6 +75,7 @@ def diagnose(settings: Settings, *, checkout: Path = CHECKOUT) -> list[Finding]:
         lambda: _deployments(checkout),
         lambda: _services(settings),
         lambda: _restarts(settings),
+        lambda: _notices(settings),
         lambda: _bucket(settings),
         lambda: _retention(settings),
     )
@@ -416,6 +417,23 @@ def _restarts(settings: Settings) -> Iterator[Finding]:
     else:
         seen = f"the server at {api_url} is not this stack's: automation {'; '.join(faults)}"
         yield Finding(name, "warning", seen, "`rlhf automations` has that server start crashed runs again")
+
+
+def _notices(settings: Settings) -> Iterator[Finding]:
+    """Whether anybody hears of a night, and whether the last notice arrived."""
+    if (api_url := running_api_url(settings) or settings.prefect_api_url) is None:
+        return
+    try:
+        found = [each for each in notices.channels(api_url) if each.is_on]
+    except InfraError:
+        return  # as above
+    lost = [f"{each.name}: {each.last}" for each in found if not each.is_well]
+    if lost:
+        yield Finding("notices", "warning", "; ".join(lost), "see that the receiver is there, then `rlhf notify test`")
+    elif found:
+        yield Finding("notices", "well", "; ".join(f"{each.name}: {each.last}" for each in found))
+    else:
+        yield Finding("notices", "well", "nobody gets any", "`rlhf notify add`, if somebody should")
 
 
 def _bucket(settings: Settings) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from typing import Any
 from infra.artifacts import ArtifactRef
 from infra.artifacts.lineage import draw
 from rlhf_core.ppo.former_names import current_names
-from tasks.context import Context
+from tasks.context import Context, page_of
 from tasks.evaluate import OUTCOMES
 from tasks.report.samples import changes, chosen_samples
 from tasks.results import Decision, StageResult
@@ -100,7 +100,7 @@ def gather(
         samples=only_shows("samples of the last episode")(chosen_samples)(samples, seed),
         changes=changes_between(context, evaluations, seed),
         flow_run=context.flow_run,
-        page=page_of(context),
+        page=page_of(context.settings, context.flow_run),
         lineage=only_shows("what the policy came from")(draw)(came_from, width=LINEAGE_WIDTH) or [],
     )
 
@@ -114,14 +114,6 @@ def levels(evaluations: dict[str, StageResult]) -> dict[str, Row]:
 def judged_by_model(evaluations: dict[str, StageResult]) -> bool:
     """Whether a reward model scored the answers, and no verifier."""
     return any(result.metrics.get("judge") == "reward_model" for result in evaluations.values())
-
-
-def page_of(context: Context) -> str | None:
-    """Return the address of the run's page in Prefect."""
-    api = context.settings.prefect_api_url
-    if context.flow_run is None or api is None:
-        return None
-    return f"{api.removesuffix('/').removesuffix('/api')}/runs/flow-run/{context.flow_run}"
 
 
 def changes_between(context: Context, evaluations: dict[str, StageResult], seed: int) -> Row | None:

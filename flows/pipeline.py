@@ -7,6 +7,7 @@ from typing import Any
 
 from prefect import flow
 
+from flows.approval import Night, as_approved, check_can_ask, night_that_waited
 from flows.begin import begin
 from flows.end import ends_without_news, finished, unfinished
 from flows.evaluate import evaluate
@@ -16,6 +17,7 @@ from flows.sft import sft
 from tasks.arrivals import count_as_learnt, write_nothing_new
 from tasks.data import SPLITS
 from tasks.error_budget import tell_power
+from tasks.events import tell_verdict
 from tasks.forecast import foretell
 from tasks.one_process import one_process
 from tasks.parents import wants_reward_model
@@ -45,7 +47,8 @@ def pipeline(
 ) -> Decision | None:
     """Turn a base model, problems and preferences into an aligned model, and promote it if it is better.
 
-    Where data arrive (`data.arrivals`) and there is nothing new to learn, it ends at once.
+    Where data arrive (`data.arrivals`) and there is nothing new to learn, it ends at once. Where a person is to approve
+    (`gate.approval`), it is suspended before a promotion, and goes on from there.
 
     Args:
         preset: name of a preset.
@@ -60,6 +63,8 @@ def pipeline(
         as_of: where data arrive, a day such as 2026-11-27: what had arrived by its end; default: all that has.
     """
     started = time.monotonic()
+    if (night := night_that_waited()) is not None:
+        return _concluded(night, began=started - night.worked_s)
     config, dataset, actor, reward_model = begin(
         preset,
         data,
@@ -74,6 +79,7 @@ def pipeline(
         seed=seed,
         overrides=overrides,
     )
+    check_can_ask(config)
     tell_power(config, dataset)
     common: dict[str, Any] = {
         "preset": preset,
@@ -99,9 +105,20 @@ def pipeline(
         return finished(None, told, see=see)
     evaluations = evaluate(actor=policy.uri, reward_model=reward_model, **common)
     decision = gate(config, evaluations)
+    worked_s = time.monotonic() - started
+    night = Night(config, [*stages, policy], evaluations, decision, reward_model, worked_s)
+    return _concluded(night, began=started)
+
+
+def _concluded(night: Night, began: float) -> Decision | None:
+    """Promote as the gate decided, and as a person approved where one is asked; report, and tell others."""
+    config, policy = night.config, night.stages[-1]
+    decision = as_approved(night)
     champion = promote(decision)
     if not unfinished(policy):  # the next run goes on with the same data
-        count_as_learnt(config, dataset)
-    report = write_report(config, [*stages, policy], evaluations, decision, champion, wall_s=time.monotonic() - started)
+        count_as_learnt(config, night.stages[0])
+    wall_s = time.monotonic() - began
+    report = write_report(config, night.stages, night.evaluations, decision, champion, wall_s=wall_s)
+    tell_verdict(config.name, decision, champion=champion, report=report)
     told = f"{'promoted' if decision.promote else 'not promoted'}: {decision.reason}{unfinished(policy)}"
     return finished(decision, told, see=report)

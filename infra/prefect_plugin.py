@@ -1,8 +1,8 @@
 """What is done first in every process of Prefect: a worker and its flows learn to wait for a server that is away.
 
 A worker also learns to report each crash once, to end the children of a run that it had to kill, to fork its flows
-(infra/forked_flows.py) and, in a local stack, to keep its home directory tidy (infra/services/tidying.py); a flow, to
-end its log with its sentence.
+(infra/forked_flows.py), to look after the deadlines of approvals (infra/services/approvals.py) and, in a local stack,
+to keep its home directory tidy (infra/services/tidying.py); a flow, to end its log with its sentence.
 
 A `prefect` command that a person types in the checkout does not wait: if no server answers, or one refuses, it prints
 one sentence. Prefect alone would print a traceback of eighty lines or, if no server is known, start a temporary one
@@ -95,9 +95,11 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         if _is_worker(inherited_environment()):
             withhold_second_reports()
             cancel_children_too()
+            from infra.services.approvals import watch_deadlines  # noqa: PLC0415 - as above
             from infra.services.tidying import keep_tidy  # noqa: PLC0415 - as above
 
             keep_tidy()
+            watch_deadlines()
             if address := os.environ.pop("RLHF_FLOWS_SOCKET", None):  # this worker's alone
                 from infra.forked_flows import fork_flows  # noqa: PLC0415 - as above
 

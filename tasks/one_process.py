@@ -8,7 +8,8 @@ commit. A run that had done its work and could not report it is not done again.
 
 A deployment with the tag `one-at-a-time` has a lock of its own. A run holds that lock from its start until it has ended
 for good, also while no process works on the run, as when it waits for its restart. A run that is due meanwhile asks the
-holder's process and the server whether the holder goes on; if so, it is skipped, and a sentence says so.
+holder's process and the server whether the holder goes on; if so, it is skipped, and a sentence says so. A run that
+waits for a person's approval has trained and judged: it holds the deployment no longer, nor when it goes on.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from infra.artifacts.locks import (
     new_record,
 )
 from infra.errors import LockLostError, StoreError
+from infra.services.approvals import APPROVAL
 from infra.services.automations import LOST_AFTER_S, RESTARTING, SKIPPED
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from infra.settings import settings
@@ -217,8 +219,9 @@ class _Start:
 
 
 def _deployment_lock(store: ArtifactStore, run: FlowRun) -> Lock | None:
-    """Return the lock of the run's deployment, if it has one."""
-    if run.deployment_id is None or ONE_AT_A_TIME not in run.tags:
+    """Return the lock of the run's deployment, if it has one and the run still needs it."""
+    has_asked = APPROVAL in (run.empirical_policy.pause_keys or ())
+    if run.deployment_id is None or ONE_AT_A_TIME not in run.tags or has_asked:
         return None
     return store.lock(f"{DEPLOYMENT_LOCK}{run.deployment_id}")
 
@@ -311,6 +314,8 @@ class _Holder:
     def _of_state(self, state: State[Any] | None, *, gone: bool) -> Fate:
         """Return what a state means, of a run whose process is gone, or elsewhere and not yet known."""
         if state is None or (state.is_final() and not state.is_crashed()):
+            return Fate.OVER if gone else Fate.UNCLEAR
+        if state.is_paused() and state.state_details.pause_key == APPROVAL:
             return Fate.OVER if gone else Fate.UNCLEAR
         if state.is_crashed() and state.name != RESTARTING:
             return Fate.OVER if gone and self._unchanged_s > CRASH_S else Fate.UNCLEAR

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic import JsonValue
+
 from infra.artifacts import ArtifactRef
 from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @stage_task(name="gate")
-def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decision:
+def gate(config: PipelineConfig, evaluations: dict[str, StageResult], question: str = "decision") -> Decision:
     """Return whether the policy, or the challenger that waits, replaces the champion: from the stored outcomes.
 
     A run that is started again decides the same.
@@ -41,12 +43,13 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
     Args:
         config: the preset; its gate says how sure the gain must be.
         evaluations: by role; `ppo` is the candidate. The incumbent is `champion`, else `start`, `sft` or `base`.
+        question: under which the run remembers the decision; another one decides anew.
 
     Raises:
         ConfigError: there is none of them.
     """
     context = open_context()
-    decision: Decision = settled_once(context, "decision", Decision, lambda: _decide(context, config, evaluations))
+    decision: Decision = settled_once(context, question, Decision, lambda: _decide(context, config, evaluations))
     say("gate", f"{'promote' if decision.promote else 'keep the incumbent'}: {decision.reason}")
     return decision
 
@@ -134,7 +137,10 @@ def promote(decision: Decision) -> str | None:
     if decision.promote and not (context.flow_run and _has_moved(context, name, who, decision.policy)):
         leave_if_taken_over()
         expected = expected_champion(decision.policy, decision.champion)
-        context.store.set_alias(decision.policy, "champion", why=decision.reason, who=who, expected=expected)
+        facts: dict[str, JsonValue] = {"approval": decision.approval.model_dump()} if decision.approval else {}
+        context.store.set_alias(
+            decision.policy, "champion", why=decision.reason, who=who, expected=expected, facts=facts or None
+        )
     if decision.challenge is not None:
         leave_if_taken_over()
         record_challenge(context, decision.challenge, who)

@@ -44,6 +44,10 @@ class GateConfig(Config):
     """Nights whose problems a promising candidate may have in all; 1 keeps no challenger. Needs
     `data.rotate_evaluation`."""
     conditions: ConditionsConfig = ConditionsConfig()
+    approval: bool = False
+    """Whether a person is asked before a promotion: the run is suspended, and its page in Prefect takes the answer."""
+    approval_days: float = Field(3.0, gt=0, le=365)
+    """How long the answer is waited for; then the policy is kept from promotion as not approved."""
 
     @model_validator(mode="before")
     @classmethod

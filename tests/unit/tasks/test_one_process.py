@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 
 import httpx
 import pytest
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import FlowRunPolicy, State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
 from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pending, Running, Scheduled
@@ -21,6 +21,7 @@ from infra.artifacts import ArtifactStore, open_store
 from infra.artifacts.backend import clock
 from infra.artifacts.locks import SILENT_S, Held, new_record
 from infra.errors import StoreAwayError, StoreError
+from infra.services.approvals import APPROVAL
 from infra.services.automations import RESTARTING, RESUMES
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks import deadlines, taken_over, task_errors
@@ -53,8 +54,8 @@ class Stage:
         monkeypatch.setattr(clock, "boottime", lambda: self.seconds)
         monkeypatch.setattr(clock, "pause", self._pause)
 
-    def begin(self, run: UUID, *tags: str) -> None:
-        """Be the process of a run."""
+    def begin(self, run: UUID, *tags: str, asked: set[str] | None = None) -> None:
+        """Be the process of a run, which has been suspended with these keys."""
         deployment = DEPLOYMENT if tags else None
         self.run = SimpleNamespace(
             auto_scheduled=False,
@@ -64,6 +65,7 @@ class Stage:
             deployment_id=deployment,
             parent_task_run_id=None,
             run_count=1,
+            empirical_policy=FlowRunPolicy(pause_keys=asked),
         )
 
     def other_holds(self, run: UUID = RUN, *, elsewhere: bool = False) -> Held:
@@ -394,6 +396,13 @@ def test_a_run_that_is_started_again_still_has_its_deployment(play: Stage) -> No
     assert play.of_deployment() is None
 
 
+def test_a_run_that_goes_on_with_its_approval_leaves_the_deployment_to_the_night_that_has_it(play: Stage) -> None:
+    play.other_has_the_deployment()
+    play.begin(RUN, ONE_AT_A_TIME, asked={APPROVAL})
+    assert made().is_completed()
+    assert play.of_deployment() == str(OTHER)
+
+
 @pytest.mark.parametrize(
     ("states", "process", "outcome", "least_s"),
     [
@@ -410,6 +419,8 @@ def test_a_run_that_is_started_again_still_has_its_deployment(play: Stage) -> No
         ([Crashed(name=RESTARTING)], "gone", "skipped", 0),
         ([Scheduled()], "gone", "skipped", 0),
         ([Paused()], "gone", "skipped", 0),
+        ([Paused(pause_key=APPROVAL)], "gone", "free", 0),
+        ([Paused(pause_key=APPROVAL), Completed()], "elsewhere", "free", SILENT_S),
         ([Crashed()], "gone", "free", CRASH_S),
         ([Crashed(), Crashed(), Crashed(name=RESTARTING)], "gone", "skipped", 0),
         ([Pending(), Pending(), Crashed(), Failed()], "gone", "free", 0),

@@ -1,0 +1,159 @@
+"""A person's approval between the gate and the promotion, where `gate.approval` asks for it (docs/adr/0053).
+
+The run is suspended: its cluster has ended with PPO, its process ends now, and its deployment is free for the next
+night. The answer, given on the run's page, starts it again with what it had made and decided. A deadline answers in
+nobody's name. The champion may be another one by then: only who is better than that one is promoted.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Literal, NamedTuple
+
+from prefect import suspend_flow_run
+from prefect.context import FlowRunContext
+from prefect.input import RunInput
+from prefect.input.actions import create_flow_run_input, read_flow_run_input
+from pydantic import Field, ValidationError
+
+from flows.end import unfinished
+from infra.services.approvals import APPROVAL, DEADLINE, NOBODY
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.escaping import prose
+from tasks.arrivals import count_as_learnt
+from tasks.context import open_context
+from tasks.evaluate import evaluate_policy, find_judge
+from tasks.events import tell_that_it_asks
+from tasks.plan import recalled, recorded
+from tasks.progress import say
+from tasks.projects import champion_of
+from tasks.promote import gate
+from tasks.results import Approval, Decision, Parent, StageResult
+
+WAITS = "waits for approval"
+_LONGEST_REASON = 1500
+
+
+class Night(NamedTuple):
+    """What a night has made and decided, before anything is promoted."""
+
+    config: PipelineConfig
+    stages: list[StageResult]
+    """In order: the dataset is the first, the policy the last."""
+    evaluations: dict[str, StageResult]
+    decision: Decision
+    reward_model: str | None
+    worked_s: float
+    """Seconds until then."""
+
+
+class Answer(RunInput):
+    """What a person is asked on the run's page."""
+
+    answer: Literal["approve", "refuse"]
+    """Whether the policy is to be the champion."""
+    reason: str = Field(min_length=1, max_length=500)
+    """It stands in the champion's history and in the report."""
+    name: str = Field(min_length=1, max_length=100)
+    """Who you are: Prefect does not say."""
+
+
+def check_can_ask(config: PipelineConfig) -> None:
+    """Refuse a run that is to ask a person, and cannot wait for one.
+
+    Raises:
+        ConfigError: it is no run of a deployment, or is part of another.
+    """
+    here = FlowRunContext.get()
+    run = None if here is None else here.flow_run
+    if config.gate.approval and (run is None or run.deployment_id is None or run.parent_task_run_id is not None):
+        raise ConfigError(
+            "gate.approval asks a person before a promotion, and only a run of a deployment can wait for one; start it "
+            "with `rlhf run`, or leave gate.approval off",
+            ends_as="Refused: nobody can be asked",
+        )
+
+
+def night_that_waited() -> Night | None:
+    """Return what this run had made and decided when it asked a person; None if it has not."""
+    found: Night | None = recalled(open_context(), WAITS, Night)
+    return found
+
+
+def as_approved(night: Night) -> Decision:
+    """Return the gate's decision, or what comes of it where a person is to be asked before a promotion.
+
+    Raises:
+        Pause: nobody has answered yet; the run is started again by the answer.
+    """
+    decision = night.decision
+    if not (decision.promote and night.config.gate.approval):
+        return decision
+    said = _ask(night)
+    say("gate", said.told)
+    if not said.is_given:
+        reason = f"{decision.reason}; {said.told}"
+        return decision.model_copy(update={"promote": False, "reason": reason, "approval": said})
+    return _against_the_champion_of_now(night, said)
+
+
+def _ask(night: Night) -> Approval:
+    """Return a person's answer, or suspend the run until there is one."""
+    until = _deadline(night.config.gate.approval_days)
+    told = f"until {until:%Y-%m-%d %H:%M} UTC, with the button Resume of the run's page"
+    if night_that_waited() is None:
+        recorded(open_context(), WAITS, Night, night)
+        say("gate", f"{night.decision.policy} waits for a person's approval, {told}")
+    tell_that_it_asks(night.config.name, night.decision, told)
+    if not unfinished(night.stages[-1]):
+        count_as_learnt(night.config, night.stages[0])  # the next night does not wait for the answer
+    try:
+        found = suspend_flow_run(_form(night, told), key=APPROVAL)
+    except ValidationError:  # somebody put the run into another state, and gave no answer
+        return Approval(is_given=False, who=NOBODY, why="the run went on without an answer")
+    return Approval(is_given=found.answer == "approve", who=found.name, why=found.reason)
+
+
+def _form(night: Night, told: str) -> type[Answer]:
+    """Return what the run's page asks, below what there is to know."""
+    decision = night.decision
+    evaluation = next(each.uri for each in night.evaluations.values() if each.metrics["policy"] == decision.policy)
+    return Answer.with_initial_data(
+        description=f"**Is {prose(decision.policy)} to be the champion of {prose(night.config.name)}?** "
+        f"{prose(decision.reason, _LONGEST_REASON)}. Its answers: `rlhf artifacts show {evaluation}`. "
+        f"Waits {told}; then it is not approved."
+    )
+
+
+def _deadline(days: float) -> datetime:
+    """Return until when the run waits, which is settled when it first asks: a worker looks for it there."""
+    found: object = read_flow_run_input(DEADLINE)
+    if found is None:
+        found = (datetime.now(UTC) + timedelta(days=days)).isoformat()
+        create_flow_run_input(DEADLINE, found)
+    return datetime.fromisoformat(str(found))
+
+
+def _against_the_champion_of_now(night: Night, said: Approval) -> Decision:
+    """Return what comes of an approval: the promotion, if the policy is better than who is champion by now.
+
+    Whoever that is has answered other problems, perhaps, so it gets those of this night, as the policy did.
+    """
+    context, config, decision = open_context(), night.config, night.decision
+    policy = context.store.resolve(decision.policy)
+    champion = champion_of(context, config, policy.name)
+    if champion is None or champion.ref.uri == decision.champion:
+        return decision.model_copy(update={"reason": f"{decision.reason}; {said.told}", "approval": said})
+    dataset, judge = night.stages[0].parent, find_judge(config, night.reward_model)
+    ours = Parent(uri=decision.policy, digest=policy.digest)
+    theirs = Parent(uri=champion.ref.uri, digest=champion.digest)
+    evaluations = {
+        **{role: found for role, found in night.evaluations.items() if role == "base"},
+        "ppo": evaluate_policy(config, ours, dataset, judge),
+        "champion": evaluate_policy(config, theirs, dataset, judge, beside=ours),
+    }
+    again = gate(config, evaluations, f"decision against {champion.ref.uri}")
+    since = f"{champion.ref.uri} became the champion while the answer was waited for"
+    reason = f"{said.told}; {since}; {again.reason}"
+    return again.model_copy(update={"reason": reason, "approval": said, "challenge": None})

@@ -8,12 +8,16 @@ nobody's name. The champion may be another one by then: only who is better than 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
 from typing import Literal, NamedTuple
 
 from prefect import suspend_flow_run
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
+from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.input import RunInput
 from prefect.input.actions import create_flow_run_input, read_flow_run_input
+from prefect.input.run_input import keyset_from_base_key
 from pydantic import Field, ValidationError
 
 from flows.end import unfinished
@@ -25,6 +29,7 @@ from tasks.arrivals import count_as_learnt
 from tasks.context import open_context
 from tasks.evaluate import evaluate_policy, find_judge
 from tasks.events import tell_that_it_asks
+from tasks.one_process import leave_deployment
 from tasks.plan import recalled, recorded
 from tasks.progress import say
 from tasks.projects import champion_of
@@ -65,14 +70,22 @@ def check_can_ask(config: PipelineConfig) -> None:
     Raises:
         ConfigError: it is no run of a deployment, or is part of another.
     """
-    here = FlowRunContext.get()
-    run = None if here is None else here.flow_run
-    if config.gate.approval and (run is None or run.deployment_id is None or run.parent_task_run_id is not None):
+    if not config.gate.approval:
+        return
+    run = _run()
+    if run.deployment_id is None or run.parent_task_run_id is not None:
         raise ConfigError(
             "gate.approval asks a person before a promotion, and only a run of a deployment can wait for one; start it "
             "with `rlhf run`, or leave gate.approval off",
             ends_as="Refused: nobody can be asked",
         )
+
+
+def _run() -> FlowRun:
+    here = FlowRunContext.get()
+    assert here is not None
+    assert here.flow_run is not None, "a flow asks"
+    return here.flow_run
 
 
 def night_that_waited() -> Night | None:
@@ -99,7 +112,12 @@ def as_approved(night: Night) -> Decision:
 
 
 def _ask(night: Night) -> Approval:
-    """Return a person's answer, or suspend the run until there is one."""
+    """Return a person's answer, or suspend the run until there is one.
+
+    Prefect forgets that a run was suspended when it crashes later, but not what was answered.
+    """
+    if (given := read_flow_run_input(keyset_from_base_key(f"suspended-{APPROVAL}")["response"])) is not None:
+        return _approval(Answer.model_validate(given))
     until = _deadline(night.config.gate.approval_days)
     told = f"until {until:%Y-%m-%d %H:%M} UTC, with the button Resume of the run's page"
     if night_that_waited() is None:
@@ -108,11 +126,19 @@ def _ask(night: Night) -> Approval:
     tell_that_it_asks(night.config.name, night.decision, told)
     if not unfinished(night.stages[-1]):
         count_as_learnt(night.config, night.stages[0])  # the next night does not wait for the answer
+    leave_deployment(_run())
     try:
-        found = suspend_flow_run(_form(night, told), key=APPROVAL)
+        return _approval(suspend_flow_run(_form(night, told), key=APPROVAL))
     except ValidationError:  # somebody put the run into another state, and gave no answer
         return Approval(is_given=False, who=NOBODY, why="the run went on without an answer")
-    return Approval(is_given=found.answer == "approve", who=found.name, why=found.reason)
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != HTTPStatus.CONFLICT:
+            raise
+        raise Pause from error  # it is suspended once more, and its form is there already
+
+
+def _approval(given: Answer) -> Approval:
+    return Approval(is_given=given.answer == "approve", who=given.name, why=given.reason)
 
 
 def _form(night: Night, told: str) -> type[Answer]:

@@ -9,7 +9,7 @@ commit. A run that had done its work and could not report it is not done again.
 A deployment with the tag `one-at-a-time` has a lock of its own. A run holds that lock from its start until it has ended
 for good, also while no process works on the run, as when it waits for its restart. A run that is due meanwhile asks the
 holder's process and the server whether the holder goes on; if so, it is skipped, and a sentence says so. A run that
-waits for a person's approval has trained and judged: it holds the deployment no longer, nor when it goes on.
+waits for a person's approval has trained and judged: it leaves the deployment to the next, for good.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from infra.artifacts.locks import (
     new_record,
 )
 from infra.errors import LockLostError, StoreError
-from infra.services.approvals import APPROVAL
 from infra.services.automations import LOST_AFTER_S, RESTARTING, SKIPPED
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from infra.settings import settings
@@ -66,6 +65,8 @@ CRASH_S = 120.0
 """A run that has been Crashed for so long, and not Restarting, is not started again: nothing on the server does it."""
 SILENCE_S = LOST_AFTER_S + 300.0
 """A run that counts as running, and whose process is gone, has crashed within this time, or nothing will report it."""
+_LEFT = "left-its-deployment"
+"""Name of the record that a run has: Prefect forgets what was asked of a run that crashes later."""
 
 
 def one_process(function: Callable[P, R]) -> Callable[P, R]:
@@ -103,6 +104,8 @@ def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[],
     said: str | None = None
     try:
         deployment = _deployment_lock(store, run)
+        if deployment is not None and store.recall(str(run.id), _LEFT) is not None:
+            deployment = None
         reason = missed(run) if is_first else None
         if reason is None and deployment is not None:
             reason = _Turn(store, deployment, run).refused()
@@ -219,19 +222,37 @@ class _Start:
 
 
 def _deployment_lock(store: ArtifactStore, run: FlowRun) -> Lock | None:
-    """Return the lock of the run's deployment, if it has one and the run still needs it."""
-    has_asked = APPROVAL in (run.empirical_policy.pause_keys or ())
-    if run.deployment_id is None or ONE_AT_A_TIME not in run.tags or has_asked:
+    """Return the lock of the run's deployment, if it has one."""
+    if run.deployment_id is None or ONE_AT_A_TIME not in run.tags:
         return None
     return store.lock(f"{DEPLOYMENT_LOCK}{run.deployment_id}")
+
+
+def leave_deployment(run: FlowRun) -> None:
+    """Let the next run of a deployment begin, also while this one waits for a person, and never take a turn again.
+
+    What is left to a run that calls this must be no harm beside another.
+
+    Raises:
+        StoreError: if the store does not answer.
+    """
+    store = open_context().store
+    lock = _deployment_lock(store, run)
+    store.record(str(run.id), _LEFT, "has it left its deployment to the next run?", answer=True)
+    if lock is not None:
+        _free(lock, str(run.id), "stopped", None)
 
 
 def _give_back(lock: Lock, run_id: str, how: How, said: str | None) -> None:
     """Free a deployment whose run has ended; where that fails, the next run finds out what became of this one."""
     with suppress(StoreError):
-        seen = lock.look()
-        if seen is not None and seen.record.run == run_id and seen.record.ended is None:
-            lock.swap(seen, seen.record.as_ended(how, said))
+        _free(lock, run_id, how, said)
+
+
+def _free(lock: Lock, run_id: str, how: How, said: str | None) -> None:
+    seen = lock.look()
+    if seen is not None and seen.record.run == run_id and seen.record.ended is None:
+        lock.swap(seen, seen.record.as_ended(how, said))
 
 
 class Fate(Enum):
@@ -314,8 +335,6 @@ class _Holder:
     def _of_state(self, state: State[Any] | None, *, gone: bool) -> Fate:
         """Return what a state means, of a run whose process is gone, or elsewhere and not yet known."""
         if state is None or (state.is_final() and not state.is_crashed()):
-            return Fate.OVER if gone else Fate.UNCLEAR
-        if state.is_paused() and state.state_details.pause_key == APPROVAL:
             return Fate.OVER if gone else Fate.UNCLEAR
         if state.is_crashed() and state.name != RESTARTING:
             return Fate.OVER if gone and self._unchanged_s > CRASH_S else Fate.UNCLEAR

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,7 +20,7 @@ from infra.settings import CHECKOUT
 from tests.integration.local_stack import LocalStack, wait_for
 from tests.integration.receivers import Hooks, hooks
 from tests.integration.test_notices import notify
-from tests.night.notes import Desk
+from tests.night.notes import Desk, Note
 
 pytestmark = [pytest.mark.integration, pytest.mark.stack]
 SITE = "approved"
@@ -75,6 +77,10 @@ class Nights:
         page = prefect_api.call(self.stack.api_url, "POST", "/events/filter", {"filter": where, "limit": 50})
         return [str(event["event"]) for event in reversed(page["events"])]
 
+    def held(self, run: str) -> list[Note]:
+        """Return what the process of a run notes that is held at a stage."""
+        return [note for note in self.desk.notes() if note.run == run and note.what == "held"]
+
     def stages(self, run: str) -> list[str]:
         """Return at which stages a process of a run has been at work."""
         return [note.stage for note in self.desk.notes() if note.run == run and note.what == "begins"]
@@ -125,6 +131,17 @@ def test_a_night_waits_without_a_process_until_a_person_approves_and_is_told_of_
     assert [each["page"].rpartition("/")[2] for each in hook] == [run]
     assert hook[0]["title"] == f"{SITE}: promoted"
     assert hook[0]["text"].startswith(f"policy/{SITE}@1 is the champion now: ")
+
+
+def test_a_run_that_is_killed_after_its_answer_goes_on_with_it_and_asks_nobody_again(nights: Nights) -> None:
+    run = nights.waits(gain=1)
+    nights.desk.hold_at("promote")
+    assert nights.answer(run, answer="approve", reason="fine", name="anna")["status"] == "ACCEPT"
+    [note] = wait_for(lambda: nights.held(run), "the resumed run at its promotion", timeout_s=600)
+    os.kill(note.pid, signal.SIGKILL)
+    assert "; approved by anna: fine (" in nights.end(run)
+    assert "Crashed" in nights.stack.history(run)
+    assert nights.told(run) == [ASKED, PROMOTED]
 
 
 def test_a_night_that_was_refused_keeps_the_champion_and_says_by_whom_and_why(nights: Nights) -> None:

@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 
 import httpx
 import pytest
-from prefect.client.schemas.objects import FlowRunPolicy, State, StateType
+from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
 from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pending, Running, Scheduled
@@ -21,12 +21,11 @@ from infra.artifacts import ArtifactStore, open_store
 from infra.artifacts.backend import clock
 from infra.artifacts.locks import SILENT_S, Held, new_record
 from infra.errors import StoreAwayError, StoreError
-from infra.services.approvals import APPROVAL
 from infra.services.automations import RESTARTING, RESUMES
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks import deadlines, taken_over, task_errors
 from tasks import one_process as module
-from tasks.one_process import CRASH_S, SILENCE_S, SKIPPED, WAIT_S, one_process
+from tasks.one_process import CRASH_S, SILENCE_S, SKIPPED, WAIT_S, leave_deployment, one_process
 from tasks.taken_over import leave_if_taken_over
 from tasks.task_errors import in_one_sentence
 
@@ -54,8 +53,8 @@ class Stage:
         monkeypatch.setattr(clock, "boottime", lambda: self.seconds)
         monkeypatch.setattr(clock, "pause", self._pause)
 
-    def begin(self, run: UUID, *tags: str, asked: set[str] | None = None) -> None:
-        """Be the process of a run, which has been suspended with these keys."""
+    def begin(self, run: UUID, *tags: str) -> None:
+        """Be the process of a run."""
         deployment = DEPLOYMENT if tags else None
         self.run = SimpleNamespace(
             auto_scheduled=False,
@@ -65,7 +64,6 @@ class Stage:
             deployment_id=deployment,
             parent_task_run_id=None,
             run_count=1,
-            empirical_policy=FlowRunPolicy(pause_keys=asked),
         )
 
     def other_holds(self, run: UUID = RUN, *, elsewhere: bool = False) -> Held:
@@ -396,9 +394,19 @@ def test_a_run_that_is_started_again_still_has_its_deployment(play: Stage) -> No
     assert play.of_deployment() is None
 
 
-def test_a_run_that_goes_on_with_its_approval_leaves_the_deployment_to_the_night_that_has_it(play: Stage) -> None:
+def test_a_run_that_leaves_its_deployment_before_it_waits_takes_no_turn_when_it_goes_on(play: Stage) -> None:
+    play.begin(RUN, ONE_AT_A_TIME)
+
+    def waits() -> Any:
+        assert play.of_deployment() == str(RUN)
+        leave_deployment(play.run)
+        leave_deployment(play.run)  # as when it was killed before it could wait
+        return suspended()
+
+    with pytest.raises(Pause):
+        one_process(waits)()
+    assert play.of_deployment() is None
     play.other_has_the_deployment()
-    play.begin(RUN, ONE_AT_A_TIME, asked={APPROVAL})
     assert made().is_completed()
     assert play.of_deployment() == str(OTHER)
 
@@ -419,8 +427,6 @@ def test_a_run_that_goes_on_with_its_approval_leaves_the_deployment_to_the_night
         ([Crashed(name=RESTARTING)], "gone", "skipped", 0),
         ([Scheduled()], "gone", "skipped", 0),
         ([Paused()], "gone", "skipped", 0),
-        ([Paused(pause_key=APPROVAL)], "gone", "free", 0),
-        ([Paused(pause_key=APPROVAL), Completed()], "elsewhere", "free", SILENT_S),
         ([Crashed()], "gone", "free", CRASH_S),
         ([Crashed(), Crashed(), Crashed(name=RESTARTING)], "gone", "skipped", 0),
         ([Pending(), Pending(), Crashed(), Failed()], "gone", "free", 0),

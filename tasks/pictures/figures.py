@@ -264,6 +264,38 @@ def draw_evaluations(evaluations: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
+def draw_ancestry(found: Mapping[str, Any]) -> Figure:
+    """Return the picture of what a policy came from.
+
+    Args:
+        found: boxes and arrows, as `tasks.report.ancestry` lays them out.
+    """
+    boxes = found["boxes"]
+    columns, rows = (1 + max(box[side] for box in boxes) for side in ("column", "row"))
+    figure = new_figure(0.3 + 0.62 * rows)
+    axes = figure.subplots()
+    axes.set_axis_off()
+    axes.set_xlim(-0.5, columns - 0.5)
+    axes.set_ylim(rows - 0.5, -0.5)
+    for parent, child in found["arrows"]:
+        ends = [(boxes[at]["column"], boxes[at]["row"]) for at in (parent, child)]
+        axes.annotate("", xytext=(ends[0][0] + 0.42, ends[0][1]), xy=(ends[1][0] - 0.42, ends[1][1]),
+                      arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 0.9})  # fmt: skip
+    size = min(SMALL, 40.0 / columns)  # points: the longest name fits its box
+    for at, box in enumerate(boxes):
+        axes.text(box["column"], box["row"], f"{_plain(box['name'])}\n{box['told']}", ha="center", va="center",
+                  fontsize=size, color=INK, bbox={"boxstyle": "round,pad=0.4", "facecolor": "white",
+                                                 "edgecolor": VERMILION if at == 0 else BLUE})  # fmt: skip
+    if found["left_out"]:
+        axes.set_title(f"and {found['left_out']} earlier", loc="left", fontsize=SMALL, color=INK)
+    return figure
+
+
+def _plain(name: str) -> str:
+    """Return a name in which matplotlib finds no formula."""
+    return name.replace("$", r"\$")
+
+
 def _shown_score(metrics: Mapping[str, Any]) -> float:
     """Return the figure that an evaluation's interval belongs to; nan if it has none."""
     value = metrics.get("score" if metrics.get("judge") == "reward_model" else "accuracy")

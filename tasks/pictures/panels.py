@@ -69,7 +69,7 @@ def curves(rows: Rows, *, evaluations: Mapping[str, Mapping[str, Any]]) -> list[
         Panel("Entropy", "nats per token", (_line(rows, "entropy"),), _start(rows, "entropy")),
         Panel("Clipped by the trust region", "share of tokens", (_line(rows, "clip_fraction"),), floor=0.0),
         *_critic(rows),
-        *_sources(rows),
+        *_sources(rows, evaluations),
         *_overlap(rows),
     ]
     return [panel for panel in panels if any(isfinite(value) for line in panel.lines for value in line.values)]
@@ -142,12 +142,13 @@ def _critic(rows: Rows) -> list[Panel]:
     return [Panel("Explained by the critic", unit, (line,), (Reference(ZERO, 0.0),), floor=floor)]
 
 
-def _sources(rows: Rows) -> list[Panel]:
+def _sources(rows: Rows, evaluations: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
     """Return what each source of reward said, and how much of the reward's variation is its own."""
     raw = [Line(name, values(rows, f"raw/{name}")) for name in _named(rows, "raw/") if name != "verifier"]
     shares = [Line(name, values(rows, f"reward_share_{name}")) for name in _named(rows, "reward_share_")]
     title = f"Score of {raw[0].name.replace('_', ' ')}" if len(raw) == 1 else "Other sources of reward"
-    panels = [Panel(title, "mean, unweighted", tuple(raw))]
+    alone = len(raw) == 1 and raw[0].name == "reward_model"
+    panels = [Panel(title, "mean, unweighted", tuple(raw), _scored(evaluations) if alone else ())]
     if any(row.get("abstained") for row in rows):
         panels.append(Panel("Abstained", "share of samples", (_line(rows, "abstained"),), floor=0.0, ceiling=1.0))
     if len(shares) > 1:  # a single source always has all of it
@@ -230,6 +231,15 @@ def _start(rows: Rows, name: str) -> tuple[Reference, ...]:
     """Return the level at which the run began: its first episode is sampled before anything was learnt."""
     found = values(rows, name)
     return (Reference(START, found[0]),) if len(found) > 1 and isfinite(found[0]) else ()
+
+
+def _scored(evaluations: Mapping[str, Mapping[str, Any]]) -> tuple[Reference, ...]:
+    """Return what the reward model says of greedy answers, where it judged them."""
+    return tuple(
+        Reference(f"{role}, greedy", float(metrics["score"]))
+        for role, metrics in evaluations.items()
+        if metrics.get("judge") == "reward_model" and isinstance(metrics.get("score"), int | float)
+    )
 
 
 def _levels(evaluations: Mapping[str, Mapping[str, Any]], name: str) -> tuple[Reference, ...]:

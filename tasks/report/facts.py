@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from infra.artifacts import ArtifactRef
+from infra.artifacts import ArtifactRef, Difference
 from infra.artifacts.lineage import draw
+from rlhf_core.config import PipelineConfig
 from rlhf_core.ppo.former_names import current_names
+from tasks.challenger import incumbent_of
+from tasks.clusters import address_of
 from tasks.context import Context, page_of
 from tasks.evaluate import OUTCOMES
-from tasks.report.samples import changes, chosen_samples
+from tasks.report.ancestry import ancestry
+from tasks.report.costs import Machine, costs_of
+from tasks.report.findings import Figures, Finding, findings, learnt_little, paid_by_source
+from tasks.report.samples import changes, chosen_samples, counts_of, moved
 from tasks.results import Decision, StageResult
-from tasks.showing import only_shows
+from tasks.showing import DEADLINE_S, only_shows
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 LINEAGE_WIDTH = 84
@@ -46,11 +54,51 @@ class Facts:
     page: str | None
     lineage: list[str]
     """What the policy came from, to the beginning: a tree, line by line."""
+    compares: bool = False
+    """Two policies that a person chose, and no night: nothing was decided."""
+    moved: Row | None = None
+    """What became of held-out answers against the policy that the gate compares with: `against`, its `role`, `counts`
+    by kind, and all `rows`; None if there is none, or with a warning."""
+    paid: list[Row] = field(default_factory=list)
+    """What each source of reward said, and its share of the reward's variance."""
+    differs: Row | None = None
+    """What is different from the champion's run: `against`, then changes of `config`, `data` and `code`."""
+    costs: list[Row] = field(default_factory=list)
+    """By stage; see `costs_of`."""
+    ancestry: Row | None = None
+    """Boxes and arrows of the lineage; see `ancestry`."""
+    findings: list[Finding] = field(default_factory=list)
+    learnt_little: bool = False
 
     @property
     def policy(self) -> StageResult:
         """What PPO made."""
         return self.stages[-1]
+
+    @property
+    def verdict(self) -> str:
+        """What happened, in one sentence of plain words."""
+        decision = self.decision
+        if self.compares:
+            return f"{decision.policy} against {decision.incumbent}: {self._gain}"
+        if decision.promote:
+            return f"{decision.policy} was promoted: {self._gain}"
+        if self.champion == decision.policy:
+            return f"{decision.policy} is the champion already"
+        if decision.p_value is None:
+            return f"{decision.policy} was not promoted: {decision.reason}"
+        broken = [each.name for each in decision.conditions if not each.holds]
+        shown = decision.level is not None and decision.p_value <= decision.level
+        why = ([] if shown else ["the gain may be chance"]) + ([f"{', '.join(broken)} broke"] if broken else [])
+        return f"{decision.policy} was not promoted, as {' and '.join(why) or 'the gain is too small'}: {self._gain}"
+
+    @property
+    def _gain(self) -> str:
+        decision = self.decision
+        unit = "standard deviations of the judge's score" if judged_by_model(self.evaluations) else "right"
+        told = f"{decision.difference:+.3f} [{decision.low:+.3f}, {decision.high:+.3f}] {unit}"
+        counts = f", {decision.wins} answers better and {decision.losses} worse" if decision.p_value is not None else ""
+        return f"{told} than {decision.incumbent}{counts}"
 
     def as_json(self) -> bytes:
         """Return everything as JSON."""
@@ -59,6 +107,8 @@ class Facts:
             "stages": [stage.model_dump() for stage in self.stages],
             "evaluations": {role: result.model_dump() for role, result in self.evaluations.items()},
             "decision": self.decision.model_dump(),
+            "moved": self.moved and {name: each for name, each in self.moved.items() if name != "rows"},
+            "findings": [asdict(each) for each in self.findings],
         }
         return json.dumps(plain, indent=1).encode()
 
@@ -74,35 +124,116 @@ def rows_of(context: Context, result: StageResult, path: str) -> list[Row]:
 
 def gather(
     context: Context,
+    config: PipelineConfig,
     *,
-    name: str,
-    seed: int,
     stages: list[StageResult],
     evaluations: dict[str, StageResult],
     decision: Decision,
     champion: str | None,
     wall_s: float,
+    compares: bool = False,
 ) -> Facts:
     """Return what the store and the run's stages say; what is only for reading may be missing, with a warning."""
-    policy = stages[-1]
-    came_from = context.store.lineage(ArtifactRef(policy.uri, policy.digest))
-    samples = rows_of(context, policy, SAMPLES)
+    policy, store = stages[-1], context.store
+    came_from = store.lineage(ArtifactRef(policy.uri, policy.digest))
+    samples, episodes = rows_of(context, policy, SAMPLES), rows_of(context, policy, METRICS)
     steps = {stage.stage: rows_of(context, stage, METRICS) for stage in stages if stage.stage in _TRAINED}
+    figures = Figures(episodes=episodes, samples=samples, **_known(stages, evaluations))
+    against = decision.incumbent if compares else decision.champion
     return Facts(
-        name=name,
+        name=config.name,
         stages=stages,
         evaluations=evaluations,
         decision=decision,
         champion=champion,
         wall_s=wall_s,
-        episodes=rows_of(context, policy, METRICS),
+        episodes=episodes,
         training={stage: rows for stage, rows in steps.items() if rows},
-        samples=only_shows("samples of the last episode")(chosen_samples)(samples, seed),
-        changes=changes_between(context, evaluations, seed),
+        samples=only_shows("samples of the last episode")(chosen_samples)(samples, config.seed),
+        changes=changes_between(context, evaluations, config.seed),
         flow_run=context.flow_run,
         page=page_of(context.settings, context.flow_run),
         lineage=only_shows("what the policy came from")(draw)(came_from, width=LINEAGE_WIDTH) or [],
+        compares=compares,
+        moved=_moved(context, evaluations),
+        paid=only_shows("rewards by source")(paid_by_source)(episodes) or [],
+        differs=_differs(context, against, policy.uri) if against not in {None, policy.uri} else None,
+        costs=_costs(context, config, stages, evaluations, wall_s) or [],
+        ancestry=only_shows("the picture of what the policy came from")(ancestry)(came_from),
+        findings=only_shows("findings")(findings)(figures) or [],
+        learnt_little=bool(only_shows("findings")(learnt_little)(figures)),
     )
+
+
+def _known(stages: Sequence[StageResult], evaluations: Mapping[str, StageResult]) -> dict[str, Row]:
+    """Return the figures that findings are made from, as far as the run has them."""
+    start, made = start_of(evaluations), {stage.stage: stage.metrics for stage in stages}
+    found = {
+        "start": evaluations[start].metrics if start else None,
+        "end": evaluations["ppo"].metrics if "ppo" in evaluations else None,
+        "sft": made.get("sft"),
+        "reward_model": made.get("reward-model"),
+    }
+    return {name: metrics for name, metrics in found.items() if metrics is not None}
+
+
+def start_of(roles: Iterable[str]) -> str | None:
+    """Return the role of the policy that PPO began with; None if it was not evaluated."""
+    return next((role for role in ("start", "sft", "base") if role in set(roles)), None)
+
+
+@only_shows("what moved against the champion")
+def _moved(context: Context, evaluations: dict[str, StageResult]) -> Row | None:
+    role = incumbent_of(evaluations)
+    if role is None or "ppo" not in evaluations:
+        return None
+    by_model = judged_by_model(evaluations)
+    rows = moved(*(rows_of(context, evaluations[each], OUTCOMES) for each in (role, "ppo")), by_model=by_model)
+    against = str(evaluations[role].metrics["policy"])
+    return {"against": against, "role": role, "counts": counts_of(rows, by_model=by_model), "rows": rows}
+
+
+@only_shows("what differs from the champion's run")
+def _differs(context: Context, before: str, after: str) -> Row:
+    """Return what is different in configuration, data and code, each change as name, before and after."""
+    store = context.store
+    found = store.diff(before, after)
+    old, new = (
+        next((each for each in store.resolve(uri).parents if each.uri.startswith("dataset/")), None)
+        for uri in (before, after)
+    )
+    code = [*([found.source] if found.source else []), *found.packages]
+    return {
+        "against": before,
+        "config": [[each.name, each.before, each.after] for each in found.config if found.tells_of(each)],
+        "data": _of_datasets(store.diff(old, new) if old and new else None),
+        "code": [[each.name or "source digest", each.before, each.after] for each in code],
+    }
+
+
+def _of_datasets(found: Difference | None) -> list[list[Any]]:
+    """Return which datasets they are, if they differ, and which of their counts do."""
+    if found is None or not any(each.what != "same" for each in found.files):
+        return []
+    counts = [each for each in found.metrics if type(each.before) is int or type(each.after) is int]
+    return [["dataset", found.before, found.after], *([each.name, each.before, each.after] for each in counts)]
+
+
+@only_shows("what the run cost")
+def _costs(
+    context: Context,
+    config: PipelineConfig,
+    stages: list[StageResult],
+    evaluations: dict[str, StageResult],
+    wall_s: float,
+) -> list[Row]:
+    from tasks.gpu_allocation import available_gpus
+
+    gpus = only_shows("the number of GPUs", deadline_s=DEADLINE_S)(available_gpus)(address_of(config.ppo.cluster))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    stored = {each.uri: context.store.resolve(each.uri).size for each in (*stages, *evaluations.values())}
+    machine = Machine(cores, gpus or 0)
+    return costs_of(stages, evaluations, stored=stored, wall_s=wall_s, machine=machine, budget=config.budget)
 
 
 def levels(evaluations: dict[str, StageResult]) -> dict[str, Row]:
@@ -121,7 +252,7 @@ def changes_between(context: Context, evaluations: dict[str, StageResult], seed:
 
     None, too, with a warning, if they cannot be compared: that is only for reading.
     """
-    start = next((role for role in ("start", "sft", "base") if role in evaluations), None)
+    start = start_of(evaluations)
     if start is None or "ppo" not in evaluations:
         return None
     before, after = (rows_of(context, evaluations[role], OUTCOMES) for role in (start, "ppo"))

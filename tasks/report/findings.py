@@ -1,7 +1,8 @@
 """Why a run learnt little, and what to do: rules over its stored figures. No clock, no store, no chance.
 
-A rule names one figure, the bounds that it should keep, and what to change. Most speak only where the run learnt little:
-what a good run does is no fault. A source of reward that rises while the verifier's score falls is always named.
+A rule names one figure, the bounds that it should keep, and what to change. Most speak only of a run that learnt
+little: what a good run does is no fault. A source of reward that rises while the verifier's score falls is always
+named.
 """
 
 from __future__ import annotations
@@ -184,6 +185,22 @@ def findings(figures: Figures) -> list[Finding]:
     known, is_little = _known(figures), learnt_little(figures)
     found = [rule.finding(known.get(rule.figure)) for rule in RULES if rule.always or is_little]
     return [_of_hack(hack) for hack in hacks(figures.episodes)] + [each for each in found if each is not None]
+
+
+def paid_by_source(episodes: Rows) -> list[dict[str, Any]]:
+    """Return what each source of reward said and its share of the reward's variance, in the first and last episode."""
+    if not episodes:
+        return []
+    named, ends = {each.source for each in hacks(episodes)}, (episodes[0], episodes[-1])
+    return [
+        {
+            "source": name,
+            "raw": [row.get(RAW + name) for row in ends],
+            "share": [row.get(SHARE + name) for row in ends],
+            "is_hacked": name in named,
+        }
+        for name in sorted({key.removeprefix(RAW) for row in ends for key in row if key.startswith(RAW)})
+    ]
 
 
 def learnt_little(figures: Figures) -> bool:

@@ -38,6 +38,33 @@ def chosen_samples(samples: Sequence[Mapping[str, Any]], seed: int) -> list[dict
     return [{"why": ", ".join(names), **samples[at]} for at, names in why.items()]
 
 
+def moved(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], *, by_model: bool
+) -> list[dict[str, Any]]:
+    """Return what became of the answer to each problem that both policies were judged on.
+
+    Args:
+        before: outcomes of one policy.
+        after: outcomes of the other.
+        by_model: a reward model scored the answers, so that none is simply right.
+
+    Returns:
+        Rows with the `kind` of change and both outcomes, `before` and `after`.
+    """
+    later = {row["key"]: row for row in after}
+    return [
+        {"kind": _kind(row, later[row["key"]], by_model=by_model), "before": row, "after": later[row["key"]]}
+        for row in before
+        if row["key"] in later and not (row.get("failure") or later[row["key"]].get("failure"))
+    ]
+
+
+def counts_of(rows: Sequence[Mapping[str, Any]], *, by_model: bool) -> dict[str, int]:
+    """Return how many rows of `moved` there are of each kind."""
+    counts = Counter(row["kind"] for row in rows)
+    return {kind: counts[kind] for kind in _KINDS[by_model]}
+
+
 def changes(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], *, by_model: bool, seed: int
 ) -> dict[str, Any]:
@@ -49,20 +76,14 @@ def changes(
         by_model: a reward model scored the answers, so that none is simply right.
         seed: of the random rows.
     """
-    later = {row["key"]: row for row in after}
-    rows = [
-        {"kind": _kind(row, later[row["key"]], by_model=by_model), "before": row, "after": later[row["key"]]}
-        for row in before
-        if row["key"] in later and not (row.get("failure") or later[row["key"]].get("failure"))
-    ]
-    counts = Counter(row["kind"] for row in rows)
+    rows = moved(before, after, by_model=by_model)
     up, down = _KINDS[by_model][:2]
     shown = [row for kind in (up, down) for row in [row for row in rows if row["kind"] == kind][:SHOWN_CHANGES]]
     rest = [row for row in rows if not any(row is each for each in shown)]
     drawn = Random(seed).sample(rest, min(SHOWN_CHANGES, len(rest)))
     shown += [{**row, "kind": f"random: {row['kind']}"} for row in drawn]
     rows_shown = [_as_shown(row, by_model=by_model) for row in shown]
-    return {"counts": {kind: counts[kind] for kind in _KINDS[by_model]}, "shown": rows_shown}
+    return {"counts": counts_of(rows, by_model=by_model), "shown": rows_shown}
 
 
 def samples_document(

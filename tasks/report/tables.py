@@ -1,28 +1,38 @@
-"""The report's tables, none wider than a run's page in Prefect, 700 pixels, which breaks no line in a cell.
+"""The report's tables and lists in markdown.
 
-A figure that an artifact does not have leaves its cell empty.
+No table is wider than a run's page in Prefect, 700 pixels, which breaks no line in a cell. A figure that an artifact
+does not have leaves its cell empty.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from statistics import fmean
 from typing import Any
 
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.escaping import code, prose, table
 from rlhf_core.functional.curves import Fall
-from rlhf_core.gating.conditions import Condition
 from rlhf_core.ppo.best import DEVELOPMENT, best_episode
 from rlhf_core.ppo.former_names import current_names
 from tasks.progress import duration
+from tasks.report.cells import (
+    BROKEN,
+    HACK,
+    Cells,
+    change_cells,
+    condition_cells,
+    cost_cells,
+    evaluation_cells,
+    number,
+    with_interval,
+)
 from tasks.report.facts import Facts, judged_by_model
-from tasks.results import KEPT, PLANNED, SHOWN_CONFIDENCE, STOPPED, StageResult
+from tasks.report.findings import Finding
+from tasks.results import KEPT, PLANNED, STOPPED, Decision, StageResult
 
 Metrics = Mapping[str, Any]
-INTERVAL = f"[{SHOWN_CONFIDENCE:.0%} interval]"
 EPISODE_TABLES = (
     {DEVELOPMENT: "development split", f"{DEVELOPMENT}_well_formed": "well formed there"},
     {
@@ -88,57 +98,53 @@ def stage_figures(stage: StageResult, facts: Facts | None = None) -> str:
     return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in counts.items())
 
 
-def conditions_table(conditions: Sequence[Condition]) -> str:
-    """Return what came of each of the gate's side conditions, and below them what the figures are; empty without any.
+def cells_table(cells: Cells) -> str:
+    """Return a table of plain cells; empty without rows."""
+    if not cells.rows:
+        return ""
+    rows = [[f"**{each}**" if each in {BROKEN, HACK} else prose(each) for each in row] for row in cells.rows]
+    return table(cells.header, rows)
+
+
+def conditions_table(decision: Decision) -> str:
+    """Return what came of each of the gate's conditions, and below them what the figures are; empty without any.
 
     A condition is often named for what was measured, such as a user's own suite.
     """
-    if not conditions:
-        return ""
-    rows = [
-        [
-            prose(each.name),
-            "" if each.figure is None else f"{each.figure:.3f}",
-            f"{each.threshold:g}",
-            "not measured" if each.figure is None else "holds" if each.holds else "**broken**",
-        ]
-        for each in conditions
-    ]
-    figures = "\n".join(f"* {prose(each.name)}: {prose(each.told)}" for each in conditions)
-    return f"{table(['condition', 'figure', 'threshold', 'outcome'], rows)}\n\n{figures}"
+    figures = "\n".join(f"* {prose(each.name)}: {prose(each.told)}" for each in decision.conditions)
+    return "\n\n".join(part for part in (cells_table(condition_cells(decision)), figures) if part)
 
 
 def evaluation_table(evaluations: dict[str, StageResult]) -> str:
-    """Return the held-out figures of each policy, by role, and below them which policy has the role.
-
-    Where a reward model judges, its mean score stands in place of the share of right answers.
-    """
-    by_model = judged_by_model(evaluations)
-    rows = []
-    for role, result in evaluations.items():
-        metrics = result.metrics
-        rows.append(
-            [
-                role,
-                _with_interval(metrics, "score" if by_model else "accuracy"),
-                "" if by_model else number(metrics, "accuracy_given_form"),
-                number(metrics, "well_formed"),
-                number(metrics, "truncated"),
-                str(metrics.get("unjudged") or ""),
-            ]
-        )
-    constant = next((number(each.metrics, "constant_accuracy") for each in evaluations.values()), "")
-    if constant and not by_model:
-        rows.append(["best constant answer", constant, "", "", "", ""])
-    shown = "mean score" if by_model else "right"
-    header = [f"{shown} {INTERVAL}", "right, given the form", "ended" if by_model else "well formed", "cut off"]
-    header.append("not judged")  # an answer that is in no other figure; `table` leaves out a column without any
+    """Return the held-out figures of each policy, by role, and below them which policy has the role."""
+    cells = evaluation_cells(evaluations, by_model=judged_by_model(evaluations))
     policies = ", ".join(
         f"{role} is {prose(str(result.metrics['policy']))}"
         for role, result in evaluations.items()
         if "policy" in result.metrics
     )
-    return table(["", *header], rows) + (f"\n\nOf these, {policies}." if policies else "")
+    # intervals in brackets are no links here: nothing follows them
+    return table(cells.header, cells.rows) + (f"\n\nOf these, {policies}." if policies else "")
+
+
+def cost_table(costs: Sequence[Metrics]) -> str:
+    """Return what each stage cost."""
+    return cells_table(cost_cells(costs))
+
+
+def finding_list(found: Sequence[Finding]) -> str:
+    """Return why little was learnt and what to do, a line each."""
+    return "\n".join(f"* **{prose(each.cause)}**: {prose(each.told)}. *To do*: {prose(each.advice)}." for each in found)
+
+
+def difference_list(differs: Metrics) -> str:
+    """Return what is different from another run, in lists, for values may be long."""
+    parts = []
+    for title in ("config", "data", "code"):
+        rows = change_cells(differs[title])
+        lines = [f"* {code(name)}: {code(before)} → {code(after)}" for name, before, after in rows]
+        parts.append("\n".join([f"**{title}**" + ("" if lines else ": the same"), *([""] if lines else []), *lines]))
+    return "\n\n".join(parts)
 
 
 def constant_sentence(evaluations: dict[str, StageResult]) -> str:
@@ -213,12 +219,6 @@ def origin(result: StageResult) -> str:
     return "from the store" if result.reused else "made now"
 
 
-def number(metrics: Metrics, name: str, pattern: str = "{:.3f}") -> str:
-    """Return a figure, or nothing where there is none."""
-    value = metrics.get(name)
-    return pattern.format(value) if isinstance(value, int | float) and isfinite(value) else ""
-
-
 def _evenly(episodes: Sequence[Metrics]) -> Sequence[Metrics]:
     if len(episodes) <= MOST_EPISODES:
         return episodes
@@ -245,9 +245,9 @@ def _flatness(metrics: Metrics) -> str:
 
 def _reward_model_figures(metrics: Metrics) -> list[str]:
     asked = f" of {counted(metrics['heldout_pairs'], 'held-out pair')}" if "heldout_pairs" in metrics else ""
-    figures = [f"{_with_interval(metrics, 'accuracy')} right{asked}"]
+    figures = [f"{with_interval(metrics, 'accuracy')} right{asked}"]
     if "well_formed_accuracy" in metrics:
-        share = _with_interval(metrics, "well_formed_accuracy", prefix="well_formed_")
+        share = with_interval(metrics, "well_formed_accuracy", prefix="well_formed_")
         figures.append(f"{share} of the {metrics.get('well_formed_pairs')} both well formed")
     return [*figures, number(metrics, "training_accuracy", "{:.3f} of its last training pairs"), _trainers(metrics)]
 
@@ -284,11 +284,6 @@ def _trainers(metrics: Metrics) -> str:
     if "trainers" not in metrics:
         return ""
     return f"{counted(metrics['trainers'], 'trainer')} under {prose(str(metrics['strategy']))}"
-
-
-def _with_interval(metrics: Metrics, name: str, prefix: str = "") -> str:
-    ends = [number(metrics, f"{prefix}{end}") for end in ("low", "high")]
-    return number(metrics, name) + (f" [{ends[0]}, {ends[1]}]" if all(ends) else "")
 
 
 def _joined(figures: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The tasks that store a run's report, as markdown with pictures, and put what was made on its page.
+"""The tasks that store a run's report, as markdown with pictures and as one page, and put what was made on its page.
 
 Matplotlib is imported only when a picture is drawn.
 """
@@ -11,80 +11,21 @@ from typing import Any
 
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
-from rlhf_core.escaping import block, picture, prose
+from rlhf_core.escaping import prose
 from tasks.arrivals import day_of_night
 from tasks.budget import spent
 from tasks.context import Context, open_context
 from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, levels, rows_of
+from tasks.report.html import page_of_facts
 from tasks.report.page import inline, show_markdown, with_pictures
 from tasks.report.samples import change_counts, change_list, chosen_samples, samples_document
-from tasks.report.tables import (
-    conditions_table,
-    constant_sentence,
-    episode_tables,
-    evaluation_table,
-    stage_figures,
-    stage_list,
-    time_table,
-)
+from tasks.report.tables import constant_sentence, episode_tables, evaluation_table, stage_figures, stage_list
+from tasks.report.text import CAPTIONS, EPISODES, EVALUATION, LINEAGE, LONGEST_REASON, TRAINING, report_text
 from tasks.results import PLANNED, Decision, StageResult
 from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
 from tasks.taken_over import leave_if_taken_over
 from tasks.task_errors import stage_task
-
-EVALUATION, EPISODES = "evaluation.png", "ppo.png"
-TRAINING = {"sft": "sft.png", "reward-model": "reward-model.png"}
-CAPTIONS = {
-    EVALUATION: "Held-out scores of the policies, with intervals",
-    EPISODES: "PPO by episode",
-    TRAINING["sft"]: "Supervised fine-tuning by step",
-    TRAINING["reward-model"]: "The reward model: training, calibration, scores",
-}
-
-
-def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
-    """Return the report.
-
-    Args:
-        facts: of the run.
-        pictures: by file name; those of CAPTIONS that are there get their place.
-    """
-
-    def shown(*names: str) -> list[str]:
-        return [picture(CAPTIONS[name], name) for name in names if name in pictures]
-
-    parts = [f"# {facts.name}: {facts.decision.policy} {_verdict(facts)}", _gate(facts)]
-    parts.append(conditions_table(facts.decision.conditions))
-    parts += ["## Held-out problems, greedy answers", *shown(EVALUATION), evaluation_table(facts.evaluations)]
-    parts.append(constant_sentence(facts.evaluations))
-    if facts.changes is not None:
-        parts += ["## Answers before and after PPO", change_counts(facts.changes), change_list(facts.changes)]
-        parts.append("More of them, and samples of the last episode: samples.md.")
-    parts += ["## PPO by episode", *shown(EPISODES), episode_tables(facts.episodes)]
-    parts += ["## Stages", stage_list(facts.stages, facts), *shown(*TRAINING.values())]
-    if facts.lineage:
-        parts += ["## What the policy came from", block(facts.lineage)]
-    parts += ["## Where the time went", time_table(facts)]
-    if facts.page:
-        parts.append(f"The run in Prefect: {facts.page}")
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-_LONGEST_REASON = 1500
-
-
-def _verdict(facts: Facts) -> str:
-    if facts.decision.promote:
-        return "promoted"
-    return "is the champion already" if facts.champion == facts.decision.policy else "not promoted"
-
-
-def _gate(facts: Facts) -> str:
-    verdict = _verdict(facts).capitalize()
-    reason = prose(facts.decision.reason, _LONGEST_REASON)  # a person may have said why something is the champion
-    return f"**{verdict}.** {reason}. Champion now: {facts.champion or 'none'}."
-
 
 _WHAT = "a picture"
 
@@ -93,6 +34,7 @@ def report_pictures(facts: Facts) -> dict[str, bytes]:
     """Return the PNGs of a report by file name; one that cannot be drawn is left out."""
     pictures = {EVALUATION: evaluations_picture(facts.evaluations)}
     pictures[EPISODES] = episodes_picture(facts.episodes, compared=levels(facts.evaluations))
+    pictures[LINEAGE] = ancestry_picture(facts.ancestry)
     for stage in facts.stages:
         if stage.stage in TRAINING:
             pictures[TRAINING[stage.stage]] = training_picture(stage, facts.training.get(stage.stage, []))
@@ -118,6 +60,17 @@ def episodes_picture(rows: Sequence[Row], *, compared: dict[str, Row]) -> bytes:
 
 
 @only_shows(_WHAT)
+def ancestry_picture(found: Row | None) -> bytes | None:
+    """Return what a policy came from, as boxes and arrows; None where that is not known."""
+    if found is None:
+        return None
+    from tasks.pictures.figures import draw_ancestry
+    from tasks.pictures.style import png
+
+    return png(draw_ancestry(found))
+
+
+@only_shows(_WHAT)
 def training_picture(stage: StageResult, rows: Sequence[Row]) -> bytes | None:
     """Return the curves of a supervised stage; None for any other, and where nothing was kept to draw."""
     if stage.stage not in TRAINING:
@@ -129,10 +82,13 @@ def training_picture(stage: StageResult, rows: Sequence[Row]) -> bytes | None:
     return None if figure is None else png(figure)
 
 
-REPORT, FACTS, SAMPLES_PAGE = "report.md", "report.json", "samples.md"
+REPORT, FACTS, SAMPLES_PAGE, WHOLE_PAGE = "report.md", "report.json", "samples.md", "report.html"
 PAGE = "a page in Prefect"
 """What is shown there, as warnings call it."""
-MODULES = ("facts", "samples", "tables", "page", "write")
+MODULES = (
+    *("facts", "findings", "costs", "ancestry", "samples"),
+    *("cells", "tables", "text", "html", "page", "write"),
+)
 
 
 @stage_task(name="show-episodes")
@@ -210,8 +166,7 @@ def write_report(
     context = open_context()
     facts = gather(
         context,
-        name=config.name,
-        seed=config.seed,
+        config,
         stages=stages,
         evaluations=evaluations,
         decision=decision,
@@ -221,7 +176,10 @@ def write_report(
     pictures = report_pictures(facts)
     text = _text(facts, pictures) or f"The text of this report could not be made; its figures are in {FACTS}.\n"
     samples = _samples(facts) or f"The samples could not be written down; what there is of them is in {FACTS}.\n"
-    reference = _commit(context, config, facts, {REPORT: text.encode(), SAMPLES_PAGE: samples.encode(), **pictures})
+    files = {REPORT: text.encode(), SAMPLES_PAGE: samples.encode(), **pictures}
+    if (whole := _whole_page(facts)) is not None:
+        files[WHOLE_PAGE] = whole.encode()
+    reference = _commit(context, config, facts, files)
     _show(reference, facts, pictures, text=text, samples=samples)
     return reference
 
@@ -237,7 +195,7 @@ def write_budget_spent(config: PipelineConfig, stages: list[StageResult], told: 
         wall_s: seconds since the run began.
     """
     context = open_context()
-    text = f"# {config.name}: no policy\n\n{prose(told, _LONGEST_REASON)}\n\n## Stages\n\n{stage_list(stages)}\n"
+    text = f"# {config.name}: no policy\n\n{prose(told, LONGEST_REASON)}\n\n## Stages\n\n{stage_list(stages)}\n"
     leave_if_taken_over()
     reference = context.store.commit(
         "run",
@@ -284,6 +242,11 @@ def _text(facts: Facts, pictures: dict[str, bytes]) -> str:
     return report_text(facts, pictures)
 
 
+@only_shows("the report as one page")
+def _whole_page(facts: Facts) -> str:
+    return page_of_facts(facts)
+
+
 @only_shows("the report's samples")
 def _samples(facts: Facts) -> str:
     return samples_document(facts.samples, facts.changes, policy=facts.policy.uri)
@@ -322,9 +285,9 @@ def _show(reference: str, facts: Facts, pictures: dict[str, bytes], *, text: str
     """Put the report on the run's page; a picture that is seen at once is not repeated in the body."""
     body = {name: png for name, png in pictures.items() if name not in {EVALUATION, EPISODES}}
     scores = inline(CAPTIONS[EVALUATION], pictures.get(EVALUATION))
-    show_markdown(
-        "report", reference, with_pictures(text, body), seen_at_once=f"Report, stored as {reference} {scores}"
-    )
+    whole = f"All of it on one page, with both answers to each problem: `rlhf page {reference}`\n\n"
+    seen = f"Report, stored as {reference} {scores}"
+    show_markdown("report", reference, whole + with_pictures(text, body), seen_at_once=seen)
     _show_curves("ppo-curves", facts.policy, facts.episodes, pictures.get(EPISODES))
     show_markdown("samples", reference, samples, seen_at_once="Before and after; best, worst, longest")
 

@@ -77,7 +77,8 @@ def test_a_run_keeps_its_report_samples_and_pictures_and_shows_them(
     store: ArtifactStore, made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
 ) -> None:
     manifest = store.resolve(reported(made))
-    kept = "config.json evaluation.png metrics.jsonl ppo.png report.json report.md samples.md sft.png"
+    kept = "config.json evaluation.png lineage.png metrics.jsonl ppo.png "
+    kept += "report.html report.json report.md samples.md sft.png"
     assert " ".join(sorted(entry.path for entry in manifest.files)) == kept
     assert size(store.read_bytes(manifest, "ppo.png"))[0] == WIDTH
     assert store.read_json(manifest, "report.json")["changes"]["counts"]["both right"] == 1
@@ -88,7 +89,12 @@ def test_a_run_keeps_its_report_samples_and_pictures_and_shows_them(
     assert store.read_json(manifest, "report.json")["lineage"][0].startswith("policy/test@1")
     assert set(shown) == {"test-report", "test-ppo-curves", "test-samples"}
     assert all(HELD in shown[key][1] for key in ("test-report", "test-ppo-curves"))  # seen without a click
-    assert shown["test-report"][0].count(HELD) == 1  # sft.png; the two others are seen already
+    assert shown["test-report"][0].count(HELD) == 2  # lineage.png, sft.png; the two others are seen already
+    assert f"`rlhf page {manifest.uri}`" in shown["test-report"][0]
+    page = store.read_bytes(manifest, "report.html").decode()
+    assert '<section id="lineage">' in page
+    assert '<section id="cost">' in page
+    assert "rows" not in store.read_json(manifest, "report.json")["moved"]
 
 
 def broken(*_: object, **__: object) -> None:
@@ -101,7 +107,13 @@ def broken(*_: object, **__: object) -> None:
         (facts, "chosen_samples", "samples of the last episode"),
         (facts, "changes", "answers before and after PPO"),
         (facts, "draw", "what the policy came from"),
+        (facts, "ancestry", "the picture of what the policy came from"),
+        (facts, "findings", "findings"),
+        (facts, "moved", "what moved against the champion"),
+        (facts, "costs_of", "what the run cost"),
+        (facts, "paid_by_source", "rewards by source"),
         (write, "report_text", "the report's text"),
+        (write, "page_of_facts", "the report as one page"),
         (write, "samples_document", "the report's samples"),
         (style, "png", "a picture"),
         (page, "create_markdown_artifact", "a page in Prefect"),

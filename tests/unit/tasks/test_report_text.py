@@ -19,7 +19,7 @@ from tasks.report.tables import (
     stage_figures,
     time_table,
 )
-from tasks.report.write import EPISODES, EVALUATION, report_text
+from tasks.report.text import EPISODES, EVALUATION, report_text
 from tasks.results import Decision, StageResult
 
 NASTY = "a | b\n```sh\n<img src=x onerror=alert(1)> **bold** \\| `tick` &lt; ![x](ppo.png)\x1b[31m"

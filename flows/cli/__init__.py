@@ -50,6 +50,8 @@ app.command("flows.cli.notify:app", name="notify", help="Send word of each night
 app.command("flows.cli.artifacts:app", name="artifacts", help="Look into the artifact store, and keep it in order.")
 app.command("flows.cli.nights:nights", name="nights", help="List the nights: their data, cost and decision.")
 app.command("flows.cli.backfill:backfill", name="backfill", help="Make the nights that were missed, day by day.")
+app.command("flows.cli.page:page", name="page", help="Show a run's report as one page in your browser.")
+app.command("flows.cli.page:compare", name="compare", help="Compare two policies, or the policies of two runs.")
 app.command("flows.cli.data:app", name="data", help="Look at data before a run does.")
 
 

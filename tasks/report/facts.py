@@ -24,6 +24,8 @@ from tasks.results import Decision, StageResult
 from tasks.showing import DEADLINE_S, only_shows
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+OTHER = "other"
+"""Role of a policy that a person compares with."""
 LINEAGE_WIDTH = 84
 """Characters of a line of code that a run's page in Prefect shows, in a window 1280 pixels wide."""
 _TRAINED = ("sft", "reward-model")
@@ -62,7 +64,8 @@ class Facts:
     paid: list[Row] = field(default_factory=list)
     """What each source of reward said, and its share of the reward's variance."""
     differs: Row | None = None
-    """What is different from the champion's run: `against`, then changes of `config`, `data` and `code`."""
+    """What is different from the champion's run: `against`, then changes of `config`, `data`, `code` and
+    `seconds` of PPO."""
     costs: list[Row] = field(default_factory=list)
     """By stage; see `costs_of`."""
     ancestry: Row | None = None
@@ -124,16 +127,30 @@ def rows_of(context: Context, result: StageResult, path: str) -> list[Row]:
 
 def gather(
     context: Context,
-    config: PipelineConfig,
     *,
+    name: str,
+    seed: int,
     stages: list[StageResult],
     evaluations: dict[str, StageResult],
     decision: Decision,
     champion: str | None,
     wall_s: float,
-    compares: bool = False,
+    config: PipelineConfig | None = None,
 ) -> Facts:
-    """Return what the store and the run's stages say; what is only for reading may be missing, with a warning."""
+    """Return what the store and the run's stages say; what is only for reading may be missing, with a warning.
+
+    Args:
+        context: the open context.
+        name: of the project.
+        seed: of random samples.
+        stages: in order; the last one made the policy.
+        evaluations: by role; with OTHER, two policies are compared and no night is told of.
+        decision: the gate's, or the difference of the two.
+        champion: after the decision.
+        wall_s: seconds since the run began.
+        config: of the night, whose prices count; None tells no cost.
+    """
+    compares = OTHER in evaluations
     policy, store = stages[-1], context.store
     came_from = store.lineage(ArtifactRef(policy.uri, policy.digest))
     samples, episodes = rows_of(context, policy, SAMPLES), rows_of(context, policy, METRICS)
@@ -141,7 +158,7 @@ def gather(
     figures = Figures(episodes=episodes, samples=samples, **_known(stages, evaluations))
     against = decision.incumbent if compares else decision.champion
     return Facts(
-        name=config.name,
+        name=name,
         stages=stages,
         evaluations=evaluations,
         decision=decision,
@@ -149,8 +166,8 @@ def gather(
         wall_s=wall_s,
         episodes=episodes,
         training={stage: rows for stage, rows in steps.items() if rows},
-        samples=only_shows("samples of the last episode")(chosen_samples)(samples, config.seed),
-        changes=changes_between(context, evaluations, config.seed),
+        samples=only_shows("samples of the last episode")(chosen_samples)(samples, seed),
+        changes=changes_between(context, evaluations, seed),
         flow_run=context.flow_run,
         page=page_of(context.settings, context.flow_run),
         lineage=only_shows("what the policy came from")(draw)(came_from, width=LINEAGE_WIDTH) or [],
@@ -158,7 +175,7 @@ def gather(
         moved=_moved(context, evaluations),
         paid=only_shows("rewards by source")(paid_by_source)(episodes) or [],
         differs=_differs(context, against, policy.uri) if against not in {None, policy.uri} else None,
-        costs=_costs(context, config, stages, evaluations, wall_s) or [],
+        costs=(_costs(context, config, stages, evaluations, wall_s) or []) if config else [],
         ancestry=only_shows("the picture of what the policy came from")(ancestry)(came_from),
         findings=only_shows("findings")(findings)(figures) or [],
         learnt_little=bool(only_shows("findings")(learnt_little)(figures)),
@@ -184,13 +201,18 @@ def start_of(roles: Iterable[str]) -> str | None:
 
 @only_shows("what moved against the champion")
 def _moved(context: Context, evaluations: dict[str, StageResult]) -> Row | None:
-    role = incumbent_of(evaluations)
+    role = OTHER if OTHER in evaluations else incumbent_of(evaluations)
     if role is None or "ppo" not in evaluations:
         return None
-    by_model = judged_by_model(evaluations)
-    rows = moved(*(rows_of(context, evaluations[each], OUTCOMES) for each in (role, "ppo")), by_model=by_model)
-    against = str(evaluations[role].metrics["policy"])
-    return {"against": against, "role": role, "counts": counts_of(rows, by_model=by_model), "rows": rows}
+    rows = moved_rows(context, evaluations, role)
+    counts = counts_of(rows, by_model=judged_by_model(evaluations))
+    return {"against": str(evaluations[role].metrics["policy"]), "role": role, "counts": counts, "rows": rows}
+
+
+def moved_rows(context: Context, evaluations: dict[str, StageResult], role: str) -> list[Row]:
+    """Return what became of each held-out answer from the policy of a role to the new one."""
+    before, after = (rows_of(context, evaluations[each], OUTCOMES) for each in (role, "ppo"))
+    return moved(before, after, by_model=judged_by_model(evaluations))
 
 
 @only_shows("what differs from the champion's run")
@@ -208,7 +230,16 @@ def _differs(context: Context, before: str, after: str) -> Row:
         "config": [[each.name, each.before, each.after] for each in found.config if found.tells_of(each)],
         "data": _of_datasets(store.diff(old, new) if old and new else None),
         "code": [[each.name or "source digest", each.before, each.after] for each in code],
+        "seconds": [
+            [each.name, *(_rounded(value) for value in (each.before, each.after))]
+            for each in found.metrics
+            if each.name.startswith("seconds")
+        ],
     }
+
+
+def _rounded(seconds: Any) -> Any:
+    return round(seconds, 1) if isinstance(seconds, float) else seconds
 
 
 def _of_datasets(found: Difference | None) -> list[list[Any]]:
@@ -238,7 +269,7 @@ def _costs(
 
 def levels(evaluations: dict[str, StageResult]) -> dict[str, Row]:
     """Return the metrics of the policies that curves are compared with, by the name that is shown."""
-    names = {"sft": "SFT start", "start": "start", "champion": "champion"}
+    names = {"sft": "SFT start", "start": "start", "champion": "champion", OTHER: OTHER}
     return {shown: evaluations[role].metrics for role, shown in names.items() if role in evaluations}
 
 

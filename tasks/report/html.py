@@ -33,7 +33,7 @@ from tasks.report.cells import (
     with_interval,
 )
 from tasks.report.costs import WHOLE
-from tasks.report.facts import Facts, judged_by_model, levels
+from tasks.report.facts import OTHER, Facts, judged_by_model, levels
 from tasks.report.samples import FELL, GAINED, LOST, ROSE
 from tasks.report.text import NO_CAUSE
 
@@ -44,7 +44,7 @@ LONGEST_TEXT = 4000
 _HERE = Path(__file__).parent
 _GOOD = {GAINED: True, ROSE: True, LOST: False, FELL: False}
 _CHAMPION, _MARKED = "champion, greedy", {"SFT start, greedy": "l1", "start, greedy": "l1"}
-_LEVELS = {START: "l0", **_MARKED, CONSTANT: "l2", _CHAMPION: "l3"}
+_LEVELS = {START: "l0", **_MARKED, CONSTANT: "l2", _CHAMPION: "l3", f"{OTHER}, greedy": "l3"}
 """Classes of the style sheet by what a level is."""
 
 
@@ -311,7 +311,7 @@ def _differs(facts: Facts) -> str:
     if facts.differs is None:
         return ""
     parts = []
-    for name, title in (("config", "Configuration"), ("data", "Data"), ("code", "Code")):
+    for name, title in (("config", "Configuration"), ("data", "Data"), ("code", "Code"), ("seconds", "Seconds of PPO")):
         rows = change_cells(facts.differs[name])
         same = "<p>The same.</p>"
         parts.append(f"<h3>{title}</h3>" + (html_table(Cells(("", "before", "now"), list(rows))) or same))

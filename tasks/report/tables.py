@@ -140,7 +140,7 @@ def finding_list(found: Sequence[Finding]) -> str:
 def difference_list(differs: Metrics) -> str:
     """Return what is different from another run, in lists, for values may be long."""
     parts = []
-    for title in ("config", "data", "code"):
+    for title in ("config", "data", "code", "seconds"):
         rows = change_cells(differs[title])
         lines = [f"* {code(name)}: {code(before)} → {code(after)}" for name, before, after in rows]
         parts.append("\n".join([f"**{title}**" + ("" if lines else ": the same"), *([""] if lines else []), *lines]))

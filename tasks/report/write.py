@@ -166,7 +166,9 @@ def write_report(
     context = open_context()
     facts = gather(
         context,
-        config,
+        name=config.name,
+        seed=config.seed,
+        config=config,
         stages=stages,
         evaluations=evaluations,
         decision=decision,

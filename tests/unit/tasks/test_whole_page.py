@@ -59,7 +59,7 @@ def compared(before: list[dict[str, Any]], after: list[dict[str, Any]], **change
         "episodes": [episode(at) for at in range(4)],
         "moved": {"against": "policy/a@1", "role": "champion", "counts": counts_of(rows, by_model=False), "rows": rows},
         "paid": [{"source": "mine:f", "raw": [0.1, 0.9], "share": [0.1, 0.8], "is_hacked": True}],
-        "differs": {"against": "policy/a@1", "config": [["ppo.lr", 1e-4, 3e-4]], "data": [], "code": []},
+        "differs": {"against": "policy/a@1", "config": [["ppo.lr", 1e-4, 3e-4]], "data": [], "code": [], "seconds": []},
         "ancestry": {"boxes": boxes, "arrows": [[0, 1]], "left_out": 3},
         "findings": [Finding("The critic is idle", "it explains 0.010", "raise ppo.critic_lr")],
     }
@@ -84,7 +84,7 @@ def hostile() -> Facts:
     return compared(
         rows, [{**row, "correct": True} for row in rows], decision=decision, name=HOSTILE["script"],
         paid=[{"source": name, "raw": [0.1], "share": [0.1], "is_hacked": False} for name in names],
-        differs={"against": names[0], "config": changes, "data": changes, "code": changes},
+        differs={"against": names[0], "config": changes, "data": changes, "code": changes, "seconds": changes},
         ancestry={"boxes": boxes, "arrows": [], "left_out": 0},
         findings=[Finding(name, name, name) for name in names],
         stages=[stage(name) for name in names],

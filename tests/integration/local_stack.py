@@ -21,6 +21,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from infra import prefect_access
 from infra.artifacts import ArtifactStore, S3Options, open_store
 from infra.clusters import ClusterRecord
+from infra.errors import ServiceError
 from infra.forked_processes import forking_python
 from infra.process_record import marked_processes
 from infra.services import prefect_api, processes
@@ -134,7 +135,9 @@ class LocalStack:
 
     @property
     def api_url(self) -> str:
-        return f"{self.state.services['server'].address}/api"
+        if (server := self.state.services.get("server")) is None:
+            raise ServiceError("the stack has no server, or is about to replace it")
+        return f"{server.address}/api"
 
     def store(self, cache: Path) -> ArtifactStore:
         """Open the stack's artifact store where it is now.

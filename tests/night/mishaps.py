@@ -196,9 +196,11 @@ def suspend(year: Year, site: Site, stage: str) -> None:
 
 
 def linger(year: Year, site: Site, stage: str) -> None:
-    """Have a night last until after the next one is due."""
-    year.held(site, stage)
-    time.sleep(site.until_due(time.time()) + 8)
+    """Have a night last until the next one is at work, or over: it is skipped where nothing is left out."""
+    note = year.held(site, stage)
+    due_s = time.time() + site.until_due(time.time())
+    what = f"the next night of {site.name} to come"
+    wait_for(lambda: answered(lambda: year.has_come(site, due_s, beside=note.pid)), what, timeout_s=HELD_TIMEOUT_S)
     site.desk.let_go()
 
 

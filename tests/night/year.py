@@ -184,6 +184,22 @@ class Year:
         """Return runs of these sites, or of all, that are not over; one that has crashed is not, for a while."""
         return [f"{run['name']} {run['state']['name']}" for run in self._open(*sites or self.sites)]
 
+    def has_come(self, site: Site, due_s: float, *, beside: int) -> bool:
+        """Return whether a night that was due at a time, or later, is at work beside a process, or is over.
+
+        Args:
+            site: of both.
+            due_s: seconds since 1970.
+            beside: id of the other night's process.
+        """
+        if any(each.time > due_s and each.pid != beside for each in site.desk.notes()):
+            return True
+        which = {
+            "expected_start_time": {"after_": datetime.fromtimestamp(due_s - site.period_s / 2, UTC).isoformat()},
+            "state": {"type": {"not_any_": [*UNDER_WAY, "CRASHED"]}},
+        }
+        return any(runs_of(self.stack.api_url, site, **which))
+
     def _open(self, *sites: Site, due_before: float | None = None) -> list[dict[str, Any]]:
         which: dict[str, Any] = {"state": {"type": {"any_": [*UNDER_WAY, "CRASHED"]}}}
         if due_before is not None:

@@ -281,7 +281,7 @@ def draw_ancestry(found: Mapping[str, Any]) -> Figure:
         ends = [(boxes[at]["column"], boxes[at]["row"]) for at in (parent, child)]
         axes.annotate("", xytext=(ends[0][0] + 0.42, ends[0][1]), xy=(ends[1][0] - 0.42, ends[1][1]),
                       arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 0.9})  # fmt: skip
-    size = min(SMALL, 40.0 / columns)  # points: the longest name fits its box
+    size = min(SMALL, 32.0 / columns)  # points: the longest name fits its box
     for at, box in enumerate(boxes):
         axes.text(box["column"], box["row"], f"{_plain(box['name'])}\n{box['told']}", ha="center", va="center",
                   fontsize=size, color=INK, bbox={"boxstyle": "round,pad=0.4", "facecolor": "white",

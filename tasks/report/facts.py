@@ -92,16 +92,17 @@ class Facts:
             return f"{decision.policy} was not promoted: {decision.reason}"
         broken = [each.name for each in decision.conditions if not each.holds]
         shown = decision.level is not None and decision.p_value <= decision.level
-        why = ([] if shown else ["the gain may be chance"]) + ([f"{', '.join(broken)} broke"] if broken else [])
+        no_gain = "it is not better" if decision.difference <= 0 else "the gain may be chance"
+        why = ([] if shown else [no_gain]) + ([f"{', '.join(broken)} broke"] if broken else [])
         return f"{decision.policy} was not promoted, as {' and '.join(why) or 'the gain is too small'}: {self._gain}"
 
     @property
     def _gain(self) -> str:
         decision = self.decision
-        unit = "standard deviations of the judge's score" if judged_by_model(self.evaluations) else "right"
+        unit = "standard deviations of the judge's score" if judged_by_model(self.evaluations) else "right answers"
         told = f"{decision.difference:+.3f} [{decision.low:+.3f}, {decision.high:+.3f}] {unit}"
         counts = f", {decision.wins} answers better and {decision.losses} worse" if decision.p_value is not None else ""
-        return f"{told} than {decision.incumbent}{counts}"
+        return f"{told} against {decision.incumbent}{counts}"
 
     def as_json(self) -> bytes:
         """Return everything as JSON."""

@@ -162,8 +162,9 @@ def test_a_run_without_most_things_still_has_a_page() -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"promote": True}, "policy/test@1 was promoted: +0.100 [+0.050, +0.150] right than sft/test@1"),
+        ({"promote": True}, "policy/test@1 was promoted: +0.100 [+0.050, +0.150] right answers against sft/test@1"),
         ({"p_value": 0.2, "level": 0.01}, "was not promoted, as the gain may be chance: +0.100"),
+        ({"p_value": 0.9, "level": 0.01, "difference": -0.1}, "was not promoted, as it is not better: -0.100"),
         ({"conditions": (Condition("length", 2.0, 1.5, holds=False, told=""),), "p_value": 0.001, "level": 0.01},
          "was not promoted, as length broke: "),
         ({"reason": "it was made for another task"}, "was not promoted: it was made for another task"),

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.output import Flag, Json, console, print_rows, size, when, write_json
+from flows.cli.output import Flag, Json, console, print_rows, when, write_json
 from rlhf_core.counting import counted
+from tasks.report.cells import size
 
 if TYPE_CHECKING:
     from infra.artifacts import Collection, Manifest

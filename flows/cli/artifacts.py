@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from flows.cli.artifact_changes import collect, promote, rollback
-from flows.cli.output import Flag, Json, console, print_rows, size, when, write_json, write_lines
+from flows.cli.output import Flag, Json, console, print_rows, when, write_json, write_lines
 from rlhf_core.counting import counted
+from tasks.report.cells import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

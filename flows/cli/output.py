@@ -56,13 +56,3 @@ def print_rows(where: Console, rows: Iterable[Sequence[str]]) -> None:
 def when(moment: datetime) -> str:
     """Return a time as people of several places read it."""
     return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def size(count: float) -> str:
-    """Return a number of bytes as people read it."""
-    thousand = 1000
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < thousand:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= thousand
-    return f"{count:.1f} TB"

@@ -418,7 +418,8 @@ def _show_report(flow_run_id: UUID, screen: Console) -> None:
     named = PICTURE_LINE.sub(r"*\1:* `\2`", report)  # a terminal shows no pictures
     screen.print(Markdown(named, hyperlinks=False))
     uri, pictures = manifest.ref.uri, [entry.path for entry in manifest.files if entry.path.endswith(".png")]
-    screen.print(f"stored as {uri}; rlhf artifacts lineage {uri}", style="dim")
+    whole = f"; rlhf page {uri}" if any(entry.path == "report.html" for entry in manifest.files) else ""
+    screen.print(f"stored as {uri}; rlhf artifacts lineage {uri}{whole}", style="dim")
     if not pictures:  # of a night that had nothing to learn
         return
     screen.print(f"pictures ({', '.join(pictures)}) and samples.md: rlhf artifacts fetch {uri} DIRECTORY", style="dim")

@@ -106,7 +106,7 @@ def cost_cells(costs: Sequence[Mapping[str, Any]]) -> Cells:
             duration(each["seconds"]),
             "stored before" if each["reused"] else f"{each['core_hours']:.2f}",
             f"{each['gpu_hours']:.2f}" if each["gpu_hours"] else "",
-            bytes_in_words(each["bytes"]) if each["bytes"] else "",
+            size(each["bytes"]) if each["bytes"] else "",
             f"{each['money']:.2f}" if each["money"] else "",
         )
         for each in costs
@@ -133,10 +133,10 @@ def with_interval(metrics: Mapping[str, Any], name: str, prefix: str = "") -> st
     return number(metrics, name) + (f" [{ends[0]}, {ends[1]}]" if all(ends) else "")
 
 
-def bytes_in_words(count: float) -> str:
+def size(count: float) -> str:
     """Return a number of bytes as people read it.
 
-    >>> bytes_in_words(12), bytes_in_words(3_450_000)
+    >>> size(12), size(3_450_000)
     ('12 B', '3.5 MB')
     """
     thousand = 1000.0

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flows.cli import main
-from flows.cli.output import size
 from infra.artifacts import ArtifactStore, open_default_store
 from infra.artifacts.ref import blob_key
+from tasks.report.cells import size
 from tests.unit.artifacts.store_contract import sha256
 
 

@@ -105,6 +105,15 @@ def test_what_models_and_users_wrote_is_words_on_the_page_and_nothing_else() -> 
     assert FOREIGN in page, "there was something to obey"
 
 
+def test_the_same_words_are_words_in_markdown() -> None:
+    found = hostile()
+    safe = {"stages": [stage("ppo")], "evaluations": {}, "name": "test", "moved": None}  # references have a pattern
+    told = facts(**{**vars(found), **safe, "differs": {**(found.differs or {}), "against": "policy/a@1"}})
+    html = HTML(report_text(told, {}))
+    assert not re.search(r"<(img|a|script|iframe|style|form|svg)\b", html)
+    assert FOREIGN in html
+
+
 def test_the_rows_for_the_script_are_what_was_written_less_what_nobody_sees() -> None:
     rows = held(page_of_facts(hostile()))["rows"]
     assert len(rows) == len(HOSTILE) + len(ORDINARY)

@@ -125,11 +125,19 @@ class Settings(BaseSettings):
     """Where tests find real data."""
     reward_modules: Annotated[tuple[str, ...], NoDecode] = ()
     """Modules and packages, with commas between them, from which reward functions may be taken by path."""
+    trackers: Annotated[tuple[str, ...], NoDecode] = ()
+    """Where runs are shown besides Prefect: `mlflow`, `tensorboard`, `trackio`, `wandb`, with spaces or commas between
+    them. What is computed and stored does not depend on it."""
 
     @field_validator("reward_modules", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return tuple(dict.fromkeys(value.lower().replace(",", " ").split())) if isinstance(value, str) else value
 
     @field_validator("prefect_client_custom_headers", mode="before")
     @classmethod

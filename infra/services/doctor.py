@@ -35,6 +35,7 @@ from infra.services.seaweed import KEYS_FILE, S3_PORT, SECRET_FILE
 from infra.services.state import ServiceRecord, StackState, exposure_of
 from infra.services.status import running_api_url, status
 from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_environment, read_env_file
+from infra.trackers import chosen, fault_of, place_of
 
 _GIB = 2**30
 _QUICKSTART_MEMORY = 12 * _GIB
@@ -78,6 +79,7 @@ def diagnose(settings: Settings, *, checkout: Path = CHECKOUT) -> list[Finding]:
         lambda: _notices(settings),
         lambda: _bucket(settings),
         lambda: _retention(settings),
+        lambda: _trackers(settings),
     )
     return [finding for check in checks for finding in check()]
 
@@ -457,3 +459,20 @@ def _retention(settings: Settings) -> Iterator[Finding]:
     else:
         seen = f"newest versions kept: {rule}, and all of other kinds; cache: {settings.cache_limit_gb:g} GB at most"
         yield Finding("retention", "well", seen)
+
+
+def _trackers(settings: Settings) -> Iterator[Finding]:
+    try:
+        names = chosen(settings)
+    except InfraError as error:
+        yield Finding(
+            "trackers", "wrong", str(error), "correct RLHF_TRACKERS, or install it: runs are refused until then"
+        )
+        return
+    for name in names:
+        fault = fault_of(name, settings)
+        if fault is None:
+            yield Finding(f"tracker {name}", "well", place_of(name, settings))
+        else:
+            advice = "start it, or correct its address: runs go on without it, and catch up when it is back"
+            yield Finding(f"tracker {name}", "warning", fault, advice)

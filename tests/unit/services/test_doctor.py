@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from infra import trackers
 from infra.process_record import ProcessRecord
 from infra.services import doctor, gpus
 from infra.services.doctor import Finding
@@ -281,3 +282,29 @@ def test_a_retention_that_cannot_be_read_is_told_before_a_night_ends_of_it(home:
     assert found.seen == "newest versions kept: ppo-state=2, policy=50, and all of other kinds; cache: 50 GB at most"
     [found] = doctor._retention(Settings(home=home, retention="policies=50"))
     assert found.verdict == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("named", "variables", "verdict", "seen"),
+    [
+        ("mlfow", {}, "wrong", "did you mean mlflow?"),
+        ("tensorboard", {}, "well", "trackers/tensorboard"),
+        ("tensorboard wandb", {"WANDB_BASE_URL": "http://me:hunter22@127.0.0.1:1"}, "warning", "does not answer"),
+    ],
+)
+def test_the_doctor_says_whether_chosen_trackers_can_be_had_and_answer(
+    named: str, variables: dict[str, str], verdict: str, seen: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(trackers.MODULES, "wandb", "json")  # installed, as far as one can see
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for name, value in {"RLHF_TRACKERS": named, **variables}.items():
+        monkeypatch.setenv(name, value)
+    found = list(doctor._trackers(Settings(home=home)))
+    assert len(found) == len(named.split())
+    assert found[-1].verdict == verdict
+    assert seen in found[-1].seen
+    assert "hunter22" not in str(found)
+
+
+def test_without_trackers_the_doctor_says_nothing_of_them(home: Path) -> None:
+    assert list(doctor._trackers(Settings(home=home))) == []

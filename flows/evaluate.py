@@ -13,11 +13,13 @@ from tasks.one_process import one_process
 from tasks.report.write import show_evaluations
 from tasks.results import StageResult
 from tasks.task_errors import in_one_sentence
+from tasks.trackers import track, with_trackers
 
 
 @flow(name="evaluate", persist_result=False)
 @in_one_sentence
 @one_process
+@with_trackers
 @ends_without_news()
 def evaluate(
     preset: str = "quickstart",
@@ -58,4 +60,5 @@ def evaluate(
     new = policies["ppo"]
     found = {role: evaluate_policy(config, each, dataset.parent, judge, beside=new) for role, each in policies.items()}
     show_evaluations(found, config.seed)
+    track(*found.values())
     return finished(found, made(*found.values()), see=found["ppo"].uri)

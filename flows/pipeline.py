@@ -26,11 +26,13 @@ from tasks.promote import gate, promote
 from tasks.report.write import write_budget_spent, write_report
 from tasks.results import Decision
 from tasks.task_errors import in_one_sentence
+from tasks.trackers import track_report, with_trackers
 
 
 @flow(name="pipeline", persist_result=False)
 @in_one_sentence
 @one_process
+@with_trackers
 @with_lines_of_stages
 @ends_without_news(write_nothing_new)
 def pipeline(
@@ -102,6 +104,7 @@ def pipeline(
     if policy is None:
         told = "the night's budget was spent before PPO's first episode; the next run with the same data goes on"
         see = write_budget_spent(config, stages, told, wall_s=time.monotonic() - started)
+        track_report(see)
         return finished(None, told, see=see)
     evaluations = evaluate(actor=policy.uri, reward_model=reward_model, **common)
     decision = gate(config, evaluations)
@@ -120,5 +123,6 @@ def _concluded(night: Night, began: float) -> Decision | None:
     wall_s = time.monotonic() - began
     report = write_report(config, night.stages, night.evaluations, decision, champion, wall_s=wall_s)
     tell_verdict(config.name, decision, champion=champion, report=report)
+    track_report(report)
     told = f"{'promoted' if decision.promote else 'not promoted'}: {decision.reason}{unfinished(policy)}"
     return finished(decision, told, see=report)

@@ -24,11 +24,13 @@ from tasks.ppo import (
 from tasks.report.write import show_episodes
 from tasks.results import StageResult
 from tasks.task_errors import in_one_sentence
+from tasks.trackers import track_ppo, with_trackers
 
 
 @flow(name="ppo", persist_result=False)
 @in_one_sentence
 @one_process
+@with_trackers
 @ends_without_news()
 def ppo(
     preset: str = "quickstart",
@@ -78,6 +80,7 @@ def ppo(
         try:
             while due < config.ppo.episodes and (ended := ends_before(run, due, last)) is None:
                 last = ppo_episode(run, due)
+                track_ppo(run)
                 due += 1
             if ended is not None and not due:
                 return finished(None, ended.why, see=run.actor.uri)
@@ -89,4 +92,5 @@ def ppo(
     else:
         delete_states(run)  # of a run that was killed between the two
     show_episodes(policy, config.seed)
+    track_ppo(run, policy)
     return finished(policy, f"{made(policy)}; {ended.why}" if ended else made(policy), see=policy.uri)

@@ -15,11 +15,13 @@ from tasks.report.write import show_training
 from tasks.results import StageResult
 from tasks.supervised import train_reward_model
 from tasks.task_errors import in_one_sentence
+from tasks.trackers import track, with_trackers
 
 
 @flow(name="reward-model", persist_result=False)
 @in_one_sentence
 @one_process
+@with_trackers
 @ends_without_news()
 def reward_model(
     preset: str = "quickstart",
@@ -56,4 +58,5 @@ def reward_model(
     pairs = collect_preferences(config, dataset.parent, policy)
     scorer = train_reward_model(config, pairs.parent, policy)
     show_training(scorer)
+    track(scorer)
     return finished([pairs, scorer], made(pairs, scorer), see=scorer.uri)

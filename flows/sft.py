@@ -13,11 +13,13 @@ from tasks.report.write import show_training
 from tasks.results import StageResult
 from tasks.supervised import train_sft
 from tasks.task_errors import in_one_sentence
+from tasks.trackers import track, with_trackers
 
 
 @flow(name="sft", persist_result=False)
 @in_one_sentence
 @one_process
+@with_trackers
 @ends_without_news()
 def sft(
     preset: str = "quickstart",
@@ -44,4 +46,5 @@ def sft(
     )
     trained = train_sft(config, dataset.parent, actor)
     show_training(trained)
+    track(trained)
     return finished(trained, made(trained), see=trained.uri)

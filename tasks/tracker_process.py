@@ -95,11 +95,14 @@ class MLflow:
     def __init__(self, run: TrackedRun) -> None:
         from mlflow.tracking import MlflowClient
 
+        _, _, database = os.environ["MLFLOW_TRACKING_URI"].partition("sqlite:///")
+        if database and not Path(database).exists():
+            self._make(Path(database))
         self._client = MlflowClient()
         experiment = self._client.get_experiment_by_name(run.project)
         if experiment is None:
-            place = os.environ["MLFLOW_TRACKING_URI"].partition("sqlite:///")[2]
-            artifacts = str(Path(place).with_name("mlflow-artifacts")) if place else None  # else below this directory
+            # MLflow's own choice is a directory below the one that it is called in
+            artifacts = str(Path(database).with_name("mlflow-artifacts")) if database else None
             number = self._client.create_experiment(run.project, artifact_location=artifacts)
         else:
             number = experiment.experiment_id
@@ -109,6 +112,16 @@ class MLflow:
         self._run = found[0] if found else self._client.create_run(number, run_name=run.name, tags={NAMED: run.name})
         self._last: dict[str, int] = {}
         self._waiting: list[Any] = []
+
+    @staticmethod
+    def _make(database: Path) -> None:
+        """Make a database beside its place: MLflow cannot go on with one whose tables were made in part."""
+        from mlflow.tracking import MlflowClient
+
+        draft = database.with_name(f"{database.name}.draft")
+        draft.unlink(missing_ok=True)
+        MlflowClient(f"sqlite:///{draft}").search_experiments()
+        draft.replace(database)
 
     def last_step(self, figure: str) -> int:
         """Return the last step of a figure."""

@@ -247,7 +247,7 @@ class _Writer:
             self._is_ending = True
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._has_ended, max(0.0, until - time.monotonic())):
-                self._variables.run(self._tell, f"it was not done {END_S:.0f} s after the run")
+                self._variables.run(self._tell, "the run ended before it was done")
         self._kill()
 
     def _work(self) -> None:

@@ -155,6 +155,13 @@ def test_modules_of_reward_functions_are_a_list_with_commas_and_reach_children(m
     assert settings().child_environment()["RLHF_REWARD_MODULES"] == "mine,ours.rewards"
 
 
+@pytest.mark.usefixtures("home")
+def test_trackers_are_a_list_with_spaces_or_commas_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings().trackers == ()
+    monkeypatch.setenv("RLHF_TRACKERS", "MLflow, tensorboard mlflow")
+    assert settings().trackers == ("mlflow", "tensorboard")
+
+
 @pytest.mark.parametrize("name", [".env", f"home/{STACK_ENV}"])
 def test_a_file_that_is_no_text_is_told(tmp_path: Path, home: Path, name: str) -> None:
     assert home.is_dir()

@@ -59,7 +59,8 @@ class Process:
         return answer
 
     def write(self, *runs: TrackedRun) -> None:
-        assert self.ask(as_line(list(runs))) == WRITTEN
+        answer = self.ask(as_line(list(runs)))
+        assert answer == WRITTEN, answer
 
     def close(self) -> None:
         assert self.ask(f"{CLOSE}\n") == WRITTEN

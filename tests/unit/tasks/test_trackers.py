@@ -39,7 +39,7 @@ def _no_writers() -> Iterator[None]:
 
 @pytest.fixture
 def run() -> PPORun:
-    config = resolve("quickstart", overrides={"name": "mine", "data.problems": "s3://user:hunter22@host/rows.jsonl"})
+    config = resolve("quickstart", overrides={"name": "mine"})
     parent = Parent(uri="model/base", digest="0" * 64)
     return PPORun(
         name="mine-0123456789ab", key="0" * 64, preset="mine", config=config, actor=parent, reward_model=None,
@@ -61,7 +61,7 @@ def commit(store: ArtifactStore, run: PPORun, episodes: int) -> None:
     ]
     store.commit(
         "ppo-state", run.name, {"state.json": json.dumps({"history": history}).encode()}, version=episodes,
-        config=run.config.model_dump(mode="json"),
+        config=run.config.model_dump(mode="json") | {"data": {"problems": "s3://user:hunter22@host/rows.jsonl"}},
     )  # fmt: skip
 
 
@@ -185,6 +185,9 @@ def test_a_tracker_that_does_not_take_it_is_told_once_and_catches_up_with_the_ne
     monkeypatch.setenv("RLHF_TRACKERS", "tensorboard")
     monkeypatch.setattr(trackers, "WRITE_S", 2.0 if state == "hangs" else 120.0)
     becomes(state)
+    exchanged: list[str | None] = []
+    exchange = trackers._Writer._exchange
+    monkeypatch.setattr(trackers._Writer, "_exchange", lambda *args: exchanged.append(exchange(*args)) or exchanged[-1])
 
     @with_trackers
     def flow() -> str:
@@ -193,9 +196,8 @@ def test_a_tracker_that_does_not_take_it_is_told_once_and_catches_up_with_the_ne
             started = time.monotonic()
             track_ppo(run)
             assert time.monotonic() - started < 30  # of a busy machine; a hanging tracker takes ten minutes
-            writer = trackers._WRITERS["tensorboard"]
             deadline = time.monotonic() + 100
-            while writer._is_due or not (writer._is_told and writer._process is None):
+            while len(exchanged) < episodes:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
         becomes("takes")
@@ -205,6 +207,7 @@ def test_a_tracker_that_does_not_take_it_is_told_once_and_catches_up_with_the_ne
         return "went on"
 
     assert flow() == "went on"
+    assert [fault is None for fault in exchanged] == [False, False, True, True]
     told = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING and "tracker" in each.msg]
     assert len(told) == 1
     assert "the tracker tensorboard: not written, and the run goes on without" in told[0]
@@ -225,7 +228,10 @@ def test_after_twenty_kills_each_committed_step_stands_once(
     while kills < KILLS:
         child = os.fork()
         if child == 0:
-            _commit_and_track(run)
+            try:
+                _commit_and_track(run)
+            finally:
+                os._exit(1)
         time.sleep(draw.uniform(0.05, 6.0))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -169,7 +169,11 @@ def _run_of(
         found.append(Row(step, seconds, figures))
     parents = {f"from/{each.uri.partition('/')[0]}": each.uri for each in artifact.parents}
     known: dict[str, str | None] = {"artifact": artifact.uri, "digest": artifact.digest, **parents}
-    known |= {"source": artifact.source_digest, "flow_run": artifact.flow_run, "page": page_of(context.settings, context.flow_run)}
+    known |= {
+        "source": artifact.source_digest,
+        "flow_run": artifact.flow_run,
+        "page": page_of(context.settings, context.flow_run),
+    }
     known |= {key: value for key, value in _leaves(rows[-1][1]) if isinstance(value, str)} if rows else {}
     hide = _Masked()
     project = artifact.config.get("name", artifact.name)

@@ -30,7 +30,7 @@ from tasks.context import open_context
 from tasks.evaluate import evaluate_policy, find_judge
 from tasks.events import tell_that_it_asks
 from tasks.one_process import leave_deployment
-from tasks.plan import recalled, recorded
+from tasks.plan import recalled, recorded, settled_once
 from tasks.progress import say
 from tasks.projects import champion_of
 from tasks.promote import gate
@@ -94,21 +94,27 @@ def night_that_waited() -> Night | None:
     return found
 
 
-def as_approved(night: Night) -> Decision:
-    """Return the gate's decision, or what comes of it where a person is to be asked before a promotion.
+def as_approved(night: Night) -> Night:
+    """Return a night as the gate decided it, or as it is decided where a person is to be asked before a promotion.
 
     Raises:
         Pause: nobody has answered yet; the run is started again by the answer.
     """
     decision = night.decision
     if not (decision.promote and night.config.gate.approval):
-        return decision
+        return night
     said = _ask(night)
     say("gate", said.told)
     if not said.is_given:
         reason = f"{decision.reason}; {said.told}"
-        return decision.model_copy(update={"promote": False, "reason": reason, "approval": said})
-    return _against_the_champion_of_now(night, said)
+        return night._replace(
+            decision=decision.model_copy(update={"promote": False, "reason": reason, "approval": said})
+        )
+    # a run that is killed after it has promoted must not meet its own champion here
+    decided: Night = settled_once(
+        open_context(), "night as approved", Night, lambda: _against_the_champion_of_now(night, said)
+    )
+    return decided
 
 
 def _ask(night: Night) -> Approval:
@@ -157,11 +163,16 @@ def _deadline(days: float) -> datetime:
     found: object = read_flow_run_input(DEADLINE)
     if found is None:
         found = (datetime.now(UTC) + timedelta(days=days)).isoformat()
-        create_flow_run_input(DEADLINE, found)
+        try:
+            create_flow_run_input(DEADLINE, found)
+        except PrefectHTTPStatusError as error:  # a first try was stored, and its answer lost
+            if error.response.status_code != HTTPStatus.CONFLICT:
+                raise
+            found = read_flow_run_input(DEADLINE)
     return datetime.fromisoformat(str(found))
 
 
-def _against_the_champion_of_now(night: Night, said: Approval) -> Decision:
+def _against_the_champion_of_now(night: Night, said: Approval) -> Night:
     """Return what comes of an approval: the promotion, if the policy is better than who is champion by now.
 
     Whoever that is has answered other problems, perhaps, so it gets those of this night, as the policy did.
@@ -170,7 +181,8 @@ def _against_the_champion_of_now(night: Night, said: Approval) -> Decision:
     policy = context.store.resolve(decision.policy)
     champion = champion_of(context, config, policy.name)
     if champion is None or champion.ref.uri == decision.champion:
-        return decision.model_copy(update={"reason": f"{decision.reason}; {said.told}", "approval": said})
+        approved = decision.model_copy(update={"reason": f"{decision.reason}; {said.told}", "approval": said})
+        return night._replace(decision=approved)
     dataset, judge = night.stages[0].parent, find_judge(config, night.reward_model)
     ours = Parent(uri=decision.policy, digest=policy.digest)
     theirs = Parent(uri=champion.ref.uri, digest=champion.digest)
@@ -182,4 +194,5 @@ def _against_the_champion_of_now(night: Night, said: Approval) -> Decision:
     again = gate(config, evaluations, f"decision against {champion.ref.uri}")
     since = f"{champion.ref.uri} became the champion while the answer was waited for"
     reason = f"{said.told}; {since}; {again.reason}"
-    return again.model_copy(update={"reason": reason, "approval": said, "challenge": None})
+    again = again.model_copy(update={"reason": reason, "approval": said, "challenge": None})
+    return night._replace(decision=again, evaluations=evaluations)

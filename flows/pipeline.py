@@ -115,8 +115,8 @@ def pipeline(
 
 def _concluded(night: Night, began: float) -> Decision | None:
     """Promote as the gate decided, and as a person approved where one is asked; report, and tell others."""
-    config, policy = night.config, night.stages[-1]
-    decision = as_approved(night)
+    night = as_approved(night)
+    config, policy, decision = night.config, night.stages[-1], night.decision
     champion = promote(decision)
     if not unfinished(policy):  # the next run goes on with the same data
         count_as_learnt(config, night.stages[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from infra.artifacts import ArtifactRef, ArtifactStore, open_default_store
 from infra.settings import Settings, settings
@@ -75,11 +76,13 @@ def root_flow_run() -> str | None:
 
 
 def page_of(known: Settings, flow_run: str | None) -> str | None:
-    """Return the address of a run's page in Prefect; None where there is none."""
+    """Return the address of a run's page in Prefect, without a password; None where there is none."""
     api = known.prefect_api_url
     if flow_run is None or api is None:
         return None
-    return f"{api.removesuffix('/').removesuffix('/api')}/runs/flow-run/{flow_run}"
+    server = urlsplit(api)
+    place = server._replace(netloc=server.netloc.rpartition("@")[2]).geturl()
+    return f"{place.removesuffix('/').removesuffix('/api')}/runs/flow-run/{flow_run}"
 
 
 def materialise(context: Context, parent: Parent) -> Path:

@@ -7,6 +7,7 @@ tells nothing twice. A server that is away is waited for as a run waits for it, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from uuid import UUID, uuid4, uuid5
 
 from infra.services.notices import ASKED, EVENTS, FAILED, KEPT, PROMOTED
 from infra.settings import secrets, settings
-from rlhf_core.escaping import one_line
+from rlhf_core.escaping import SHOWN_LENGTH, one_line
 from tasks.context import open_context, page_of
 from tasks.plan import recalled, recorded
 from tasks.results import Decision
@@ -75,7 +76,7 @@ def event_of(
             "title": f"{project}: {EVENTS[name]}",
             "verdict": one_line(_without_secrets(verdict), LONGEST_VERDICT),
             "page": page,
-            "facts": facts or {},
+            "facts": json.loads(_without_secrets(json.dumps(facts or {}))),
         },
     }
 
@@ -146,7 +147,7 @@ def tell_failure(run: FlowRun, how: str, verdict: str) -> None:
     if run.deployment_id is None:
         return
     given = run.parameters
-    project = _PROJECT.get() or str(given.get("name") or given.get("preset") or "unknown")
+    project = _PROJECT.get() or one_line(str(given.get("name") or given.get("preset") or "unknown"), SHOWN_LENGTH)
     event = event_of(
         FAILED,
         project,

@@ -43,23 +43,27 @@ def end_overdue_waits(api_url: str, *, now: datetime | None = None) -> list[str]
     """
     ended = []
     for run in prefect_api.flow_runs(api_url, {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}}):
-        path = f"/flow_runs/{run['id']}"
-        until = (
-            prefect_api.call(api_url, "GET", f"{path}/input/{DEADLINE}") if waits_for_approval(run["state"]) else None
-        )
-        if until is None or (now or datetime.now(UTC)) < datetime.fromisoformat(until):
+        if not waits_for_approval(run["state"]):
             continue
-        answer = {
-            "answer": "refuse",
-            "name": NOBODY,
-            "reason": f"nobody had answered by {until[:16].replace('T', ' ')} UTC",
-        }
-        said = prefect_api.call(api_url, "POST", f"{path}/resume", {"run_input": answer})
-        if said["status"] == "REJECT":  # it was killed before it could say what an answer looks like
-            state = {"type": "SCHEDULED", "message": "Nobody has answered."}
-            prefect_api.call(api_url, "POST", f"{path}/set_state", {"state": state, "force": True})
-        ended.append(str(run["name"]))
+        try:
+            if _end_if_overdue(api_url, f"/flow_runs/{run['id']}", now or datetime.now(UTC)):
+                ended.append(str(run["name"]))
+        except InfraError as error:  # of this run alone
+            logger.warning("the deadline of %s is looked at later: %s", run["name"], error)
     return ended
+
+
+def _end_if_overdue(api_url: str, path: str, now: datetime) -> bool:
+    until = prefect_api.call(api_url, "GET", f"{path}/input/{DEADLINE}")
+    if until is None or now < datetime.fromisoformat(until):
+        return False
+    why = f"nobody had answered by {until[:16].replace('T', ' ')} UTC"
+    answer = {"answer": "refuse", "name": NOBODY, "reason": why}
+    said = prefect_api.call(api_url, "POST", f"{path}/resume", {"run_input": answer})
+    if said and said["status"] == "REJECT":  # it was killed before it could say what an answer looks like
+        state = {"type": "SCHEDULED", "message": "Nobody has answered."}
+        prefect_api.call(api_url, "POST", f"{path}/set_state", {"state": state, "force": True})
+    return True
 
 
 def watch_deadlines() -> None:
@@ -73,5 +77,5 @@ def _watch() -> None:
         try:
             if api_url := settings().prefect_api_url:
                 end_overdue_waits(api_url)
-        except (InfraError, ValueError) as error:
+        except Exception as error:  # this thread is the only one that looks
             logger.warning("deadlines of approvals are looked at later: %s", error)

@@ -10,6 +10,7 @@ Set-up needs no network but the server's.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Any, Literal, NamedTuple
@@ -121,7 +122,12 @@ def add(api_url: str, kind: Kind, target: str, *, name: str | None = None, mail:
         "within": 0,
     }
     wanted = {"name": f"{_PREFIX}{name}", "description": f"{kind} to {to}", "tags": [_TAG]}
-    prefect_api.call(api_url, "POST", "/automations/", {**wanted, "trigger": trigger, "actions": [action]})
+    try:
+        prefect_api.call(api_url, "POST", "/automations/", {**wanted, "trigger": trigger, "actions": [action]})
+    except ServiceError:
+        with suppress(ServiceError):
+            prefect_api.call(api_url, "DELETE", f"/block_documents/{block}")
+        raise
     return Channel(name, kind, to, is_on=True, last="nothing was sent yet", is_well=True)
 
 
@@ -150,7 +156,9 @@ def _mail_block(address: str, mail: Mail | None) -> tuple[str, str, dict[str, An
         host, port = server.hostname, server.port or _PORTS[mail.security]
     except ValueError:
         host = None
-    if host is None or server.username is not None or server.path:
+    if host is not None and server.username is not None:
+        raise SettingsError("expected host or host:port of an SMTP server, and a user before it; give --user NAME")
+    if host is None or server.path:
         raise SettingsError(f"expected host or host:port of an SMTP server, and got {mail.server!r}")
     login = ""
     if mail.user:
@@ -193,9 +201,9 @@ def remove(api_url: str, name: str) -> None:
     found = {each["name"].removeprefix(_PREFIX): each for each in _found(api_url)}
     if name not in found:
         raise SettingsError(f"there are no notices of the name {name!r}; there are: {', '.join(found) or 'none'}")
-    prefect_api.call(api_url, "DELETE", f"/automations/{found[name]['id']}")
-    for action in found[name]["actions"]:
+    for action in found[name]["actions"]:  # first: without the automation nobody would find them
         prefect_api.call(api_url, "DELETE", f"/block_documents/{action['block_document_id']}")
+    prefect_api.call(api_url, "DELETE", f"/automations/{found[name]['id']}")
 
 
 def await_delivery(api_url: str, event: dict[str, Any]) -> list[Channel]:

@@ -103,10 +103,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
 def test_an_approval_stands_in_the_history_and_a_refusal_promotes_nothing(desk: Desk) -> None:
     night = desk.night(desk.policy(60))
     desk.inputs[RESPONSE] = {**ANNA, "answer": "refuse", "reason": "it shouts"}
-    refused = as_approved(night)
+    refused = as_approved(night).decision
     assert (refused.promote, refused.reason) == (False, f"{night.decision.reason}; not approved by anna: it shouts")
     desk.inputs[RESPONSE] = ANNA
-    approved = as_approved(night)
+    approved = as_approved(night).decision
     assert promote.fn(approved) == night.decision.policy
     move = desk.store.aliases("policy", "x")["champion"].history[-1]
     assert move.why == f"{night.decision.reason}; approved by anna: reads well"
@@ -116,19 +116,21 @@ def test_an_approval_stands_in_the_history_and_a_refusal_promotes_nothing(desk: 
 def test_who_is_approved_later_needs_a_gain_over_the_champion_of_then(desk: Desk) -> None:
     little, best, less = (desk.night(desk.policy(right)) for right in (33, 60, 31))
     desk.inputs[RESPONSE] = ANNA
-    assert promote.fn(as_approved(desk.night(desk.policy(30)))) == desk.champion
+    assert promote.fn(as_approved(desk.night(desk.policy(30))).decision) == desk.champion
     first = desk.champion
 
     for night, gain in ((little, "+0.050"), (less, "+0.017")):
-        kept = as_approved(night)
+        kept = as_approved(night).decision
         assert (kept.promote, kept.incumbent, kept.champion, kept.challenge) == (False, first, first, None)
         assert kept.reason.startswith(
             f"approved by anna: reads well; {first} became the champion while the answer was waited for; "
             f"{night.decision.policy} against {first} (champion): {gain} "
         )
         assert promote.fn(kept) == first
-    won = as_approved(best)
+    again = as_approved(best)
+    won = again.decision
     assert (won.promote, won.policy, won.champion) == (True, best.decision.policy, first)
+    assert again.evaluations["champion"].metrics["policy"] == first, "its report shows whom it was compared with"
     assert promote.fn(won) == best.decision.policy
 
 
@@ -136,7 +138,7 @@ def test_who_was_made_champion_by_hand_meanwhile_is_not_promoted_again(desk: Des
     night = desk.night(desk.policy(60))
     desk.store.set_alias(night.decision.policy, "champion", why="I like it", who="bob")
     desk.inputs[RESPONSE] = ANNA
-    decision = as_approved(night)
+    decision = as_approved(night).decision
     assert not decision.promote
     assert "is the champion already, since" in decision.reason
 
@@ -153,7 +155,7 @@ def test_a_run_asks_once_and_leaves_its_deployment_before_it_waits(desk: Desk) -
         as_approved(night)
     until = datetime.fromisoformat(desk.inputs[DEADLINE])
     desk.suspends = lambda: Answer(**ANNA)  # type: ignore[arg-type]  # it goes on
-    assert as_approved(night).promote
+    assert as_approved(night).decision.promote
     assert datetime.fromisoformat(desk.inputs[DEADLINE]) == until
 
 
@@ -171,9 +173,23 @@ def test_a_run_that_prefect_suspends_again_although_its_form_is_there_waits(desk
         as_approved(desk.night(desk.policy(60)))
 
 
+def test_a_deadline_that_was_stored_though_its_answer_was_lost_counts(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = httpx.Request("POST", "http://127.0.0.1:1")
+
+    def stored_before(key: str, value: str) -> None:
+        desk.inputs[key] = value
+        raise PrefectHTTPStatusError("there", request=request, response=httpx.Response(409, request=request))
+
+    monkeypatch.setattr(approval, "create_flow_run_input", stored_before)
+    desk.suspends = lambda: Answer(**ANNA)  # type: ignore[arg-type]  # it goes on
+    assert as_approved(desk.night(desk.policy(60))).decision.promote
+
+
 def test_a_run_that_goes_on_without_an_answer_is_not_approved(desk: Desk) -> None:
     desk.suspends = lambda: Answer.model_validate({})
-    decision = as_approved(desk.night(desk.policy(60)))
+    decision = as_approved(desk.night(desk.policy(60))).decision
     assert not decision.promote
     assert decision.reason.endswith("; not approved by nobody: the run went on without an answer")
 
@@ -181,9 +197,9 @@ def test_a_run_that_goes_on_without_an_answer_is_not_approved(desk: Desk) -> Non
 def test_nobody_is_asked_where_the_gate_keeps_or_no_approval_is_wanted(desk: Desk) -> None:
     night = desk.night(desk.policy(60))
     kept: Decision = night.decision.model_copy(update={"promote": False})
-    assert as_approved(night._replace(decision=kept)) == kept
+    assert as_approved(night._replace(decision=kept)).decision == kept
     off = CONFIG.model_copy(update={"gate": GateConfig()})
-    assert as_approved(night._replace(config=off)) == night.decision
+    assert as_approved(night._replace(config=off)).decision == night.decision
 
 
 @pytest.mark.parametrize(

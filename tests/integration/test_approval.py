@@ -67,15 +67,20 @@ class Nights:
     def champion(self) -> str | None:
         return self.store.alias("policy", SITE, "champion")
 
-    def told(self, run: str) -> list[str]:
-        """Return which events of ours the server has of a run, in order; none is there twice."""
+    def told(self, run: str, *, count: int) -> list[str]:
+        """Return which events of ours the server has of a run, in order, once it has stored so many."""
         where = {
             "event": {"prefix": ["rlhf."]},
             "related": {"id": [f"prefect.flow-run.{run}"]},
             "occurred": {"since": (datetime.now(UTC) - timedelta(hours=1)).isoformat()},
         }
-        page = prefect_api.call(self.stack.api_url, "POST", "/events/filter", {"filter": where, "limit": 50})
-        return [str(event["event"]) for event in reversed(page["events"])]
+
+        def stored() -> list[str] | None:
+            page = prefect_api.call(self.stack.api_url, "POST", "/events/filter", {"filter": where, "limit": 50})
+            found = [str(event["event"]) for event in reversed(page["events"])]
+            return found if len(found) >= count else None
+
+        return wait_for(stored, f"{count} events")
 
     def held(self, run: str) -> list[Note]:
         """Return what the process of a run notes that is held at a stage."""
@@ -115,7 +120,7 @@ def open_nights(stack: LocalStack, directory: Path) -> Iterator[Nights]:
 
 def test_a_night_waits_without_a_process_until_a_person_approves_and_is_told_of_once(nights: Nights) -> None:
     run = nights.waits(gain=1)
-    assert (nights.champion(), nights.told(run)) == (None, [ASKED])
+    assert (nights.champion(), nights.told(run, count=1)) == (None, [ASKED])
     assert nights.answer(run)["status"] == nights.answer(run, answer="yes", reason="r", name="n")["status"] == "REJECT"
     before = len(nights.stages(run))
     end = nights.answered(run, "approve", "reads *well*\nto me")
@@ -126,7 +131,7 @@ def test_a_night_waits_without_a_process_until_a_person_approves_and_is_told_of_
     assert move.why.endswith("; approved by anna: reads *well* ⏎ to me")
     assert move.facts == {"approval": {"is_given": True, "who": "anna", "why": "reads *well*\nto me"}}
     assert nights.stages(run)[before:] == ["promote", "report"], "nothing was made or judged again"
-    assert nights.told(run) == [ASKED, PROMOTED]
+    assert nights.told(run, count=2) == [ASKED, PROMOTED]
     hook = wait_for(lambda: [each for each in nights.receiver.at("/hook") if each["event"] == PROMOTED], "the notice")
     assert [each["page"].rpartition("/")[2] for each in hook] == [run]
     assert hook[0]["title"] == f"{SITE}: promoted"
@@ -141,7 +146,7 @@ def test_a_run_that_is_killed_after_its_answer_goes_on_with_it_and_asks_nobody_a
     os.kill(note.pid, signal.SIGKILL)
     assert "; approved by anna: fine (" in nights.end(run)
     assert "Crashed" in nights.stack.history(run)
-    assert nights.told(run) == [ASKED, PROMOTED]
+    assert nights.told(run, count=2) == [ASKED, PROMOTED]
 
 
 def test_a_night_that_was_refused_keeps_the_champion_and_says_by_whom_and_why(nights: Nights) -> None:
@@ -150,7 +155,7 @@ def test_a_night_that_was_refused_keeps_the_champion_and_says_by_whom_and_why(ni
     assert end.startswith("not promoted: ")
     assert "; not approved by anna: it shouts (" in end
     assert nights.champion() == champion
-    assert nights.told(run) == [ASKED, KEPT]
+    assert nights.told(run, count=2) == [ASKED, KEPT]
 
 
 def test_of_two_that_wait_the_later_approval_needs_a_gain_over_the_champion_of_then(nights: Nights) -> None:
@@ -179,4 +184,4 @@ def test_a_run_that_was_put_into_another_state_without_an_answer_is_not_approved
     run = nights.waits(gain=1)
     nights.stack.set_state(run, "SCHEDULED")
     assert "; not approved by nobody: the run went on without an answer" in nights.end(run)
-    assert nights.told(run) == [ASKED, KEPT]
+    assert nights.told(run, count=2) == [ASKED, KEPT]

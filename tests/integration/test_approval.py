@@ -159,12 +159,12 @@ def test_a_night_that_was_refused_keeps_the_champion_and_says_by_whom_and_why(ni
 
 
 def test_of_two_that_wait_the_later_approval_needs_a_gain_over_the_champion_of_then(nights: Nights) -> None:
-    first, second, best = nights.waits(gain=1), nights.waits(gain=1), nights.waits(gain=3)
+    first, second, best = nights.waits(gain=1), nights.waits(gain=2), nights.waits(gain=3)
     assert nights.answered(second, "approve").startswith("promoted: ")
     champion = nights.champion()
     end = nights.answered(first, "approve")
     assert end.startswith(f"not promoted: approved by anna: it reads well; {champion} became the champion while the ")
-    assert "0 better and 0 worse of 64 problems" in end
+    assert "0 better and 64 worse of 64 problems" in end
     assert nights.champion() == champion
     assert nights.answered(best, "approve").startswith("promoted: ")
     assert nights.champion() != champion

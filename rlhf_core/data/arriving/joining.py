@@ -123,7 +123,8 @@ def join(
     """
     data, arrivals = config.data, config.data.arrivals
     assert arrivals is not None
-    fresh = {role: [*pending.get(role, []), *new.rows] for role, new in arrived.roles.items()}
+    waits = {role: _still_said(role, pending.get(role, []), new.rows) for role, new in arrived.roles.items()}
+    fresh = {role: [*waits[role], *new.rows] for role, new in arrived.roles.items()}
     clashing = _one_set_for_a_prompt(fresh, given)
     stages = _Stages(sides_of(config, (*fresh, *given), sizes), reads)
     to_learn = {role: [row for row in rows if stages.of(role, row) in reads] for role, rows in fresh.items()}
@@ -156,6 +157,14 @@ def join(
         _compared(data, arrivals, arrived, past, old),
         {role: rows for role, rows in pending.items() if rows and role not in fresh},
     )
+
+
+def _still_said(role: str, pending: Sequence[Any], new: Sequence[Any]) -> Sequence[Any]:
+    """Return the rows that wait or are held out, less those that a new row of the same prompt corrects."""
+    if role == "preferences":  # a prompt may have several pairs
+        return pending
+    anew = {key_of(row) for row in new}
+    return [row for row in pending if key_of(row) not in anew]
 
 
 def _compared(data: DataConfig, arrivals: ArrivalsConfig, arrived: Arrived, past: _Past, old: Rows) -> dict[str, Rows]:

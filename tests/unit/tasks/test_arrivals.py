@@ -444,6 +444,18 @@ def test_rows_of_a_stage_that_a_night_does_not_train_wait_for_one_that_does(nigh
     assert full.metrics["waiting_rows"] == 0
 
 
+def test_a_corrected_answer_takes_the_place_of_the_one_that_waits_or_is_held_out(nights: Nights) -> None:
+    problems = {**PROBLEMS, "data.problems": str(nights.folder)}
+    nights.arrive("a.jsonl", (), raw=worked(range(60)))
+    first = nights.night(reads=READS, **problems)
+    waiting, held = nights.rows(first, "sft")[0], nights.rows(first, "evaluation")[0]
+    nights.arrive("b.jsonl", (), raw=worked([waiting, held]).replace("####", "#### 7") + worked(range(100, 140)))
+    second = nights.night(reads=("sft", *READS), **problems)
+    for number, split in ((waiting, "sft"), (held, "evaluation")):
+        rows = problems_from_jsonl(_read(nights, second, f"{split}.jsonl").encode())
+        assert [row.answer for row in rows if row.prompt == f"Tell me of {number}."] == [f"7 {number}"]
+
+
 def test_a_night_that_trains_more_makes_a_dataset_of_its_own(nights: Nights) -> None:
     problems = {**PROBLEMS, "data.problems": str(nights.folder)}
     nights.arrive("a.jsonl", (), raw=worked(range(60)))

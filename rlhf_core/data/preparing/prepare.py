@@ -219,7 +219,10 @@ def prepare(
         split: parts[pool_of[split]][split][: getattr(filled, split)] if split in pool_of else [] for split in SPLITS
     }
     waiting = frozenset(
-        row.key for split, name in pool_of.items() for row in parts[name][split][getattr(filled, split) :]
+        row.key
+        for name, sided in parts.items()
+        for split in SPLITS  # one that has no pool tonight, as its rows cannot be ranked, keeps its rows for later
+        for row in sided[split][getattr(filled, split) if pool_of.get(split) == name else 0 :]
     )
     if config.data.splits.development:
         splits[DEVELOPMENT] = development

@@ -456,6 +456,25 @@ def test_a_corrected_answer_takes_the_place_of_the_one_that_waits_or_is_held_out
         assert [row.answer for row in rows if row.prompt == f"Tell me of {number}."] == [f"7 {number}"]
 
 
+def test_rows_for_a_reward_model_wait_though_they_cannot_be_ranked(nights: Nights) -> None:
+    shown = [json.dumps({"prompt": f"Tell me of {n}.", "response": "It is said."}) + "\n" for n in range(160)]
+    nights.arrive("a.jsonl", (), raw="".join(shown[:80]))
+    splits = {"sft": 40, "preferences": 40, "ppo": 40, "evaluation": 8}
+    sets = {"data.prompts": None, "data.demonstrations": str(nights.folder), "data.splits": splits}
+    said: list[str] = []
+    with telling(said.append):
+        made = nights.night(reads=("sft", *READS), **sets)
+    told = next(int(found[1]) for line in said if (found := re.search(r"has (\d+) rows? for the reward model", line)))
+    pending = problems_from_jsonl(_read(nights, made, "arrivals/pending-demonstrations.jsonl").encode())
+    assert told > 0
+    assert made.metrics["waiting_rows"] >= told
+    assert made.metrics["learnt_rows"] + len(pending) == 80, "no row is lost"
+    nights.arrive("b.jsonl", (), raw="".join(shown[80:]))
+    without = sets | {"data.splits": splits | {"preferences": 0, "sft": 80}}
+    learnt = nights.rows(nights.night(reads=("sft", *READS), **without), "sft")
+    assert len([number for number in learnt if number < 80]) >= told, "they serve a night that has no such stage"
+
+
 def test_a_night_that_trains_more_makes_a_dataset_of_its_own(nights: Nights) -> None:
     problems = {**PROBLEMS, "data.problems": str(nights.folder)}
     nights.arrive("a.jsonl", (), raw=worked(range(60)))

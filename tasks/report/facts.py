@@ -90,6 +90,8 @@ class Facts:
             return f"{decision.policy} is the champion already"
         if decision.p_value is None:
             return f"{decision.policy} was not promoted: {decision.reason}"
+        if decision.approval is not None and not decision.approval.is_given:
+            return f"{decision.policy} was not promoted, as it was {decision.approval.told}; the gain was {self._gain}"
         broken = [each.name for each in decision.conditions if not each.holds]
         shown = decision.level is not None and decision.p_value <= decision.level
         no_gain = "it is not better" if decision.difference <= 0 else "the gain may be chance"

@@ -21,6 +21,7 @@ from tasks.report.findings import Finding
 from tasks.report.html import LONGEST_TEXT, page_of_facts
 from tasks.report.samples import counts_of, moved
 from tasks.report.text import report_text
+from tasks.results import Approval
 from tests.hostile_texts import FOREIGN, HARMFUL, HOSTILE, ORDINARY
 from tests.unit.tasks.episodes import episode, size
 from tests.unit.tasks.test_report_text import HTML, evaluation, facts, outcome, stage
@@ -176,6 +177,8 @@ def test_a_run_without_most_things_still_has_a_page() -> None:
         ({"p_value": 0.9, "level": 0.01, "difference": -0.1}, "was not promoted, as it is not better: -0.100"),
         ({"conditions": (Condition("length", 2.0, 1.5, holds=False, told=""),), "p_value": 0.001, "level": 0.01},
          "was not promoted, as length broke: "),
+        ({"approval": Approval(is_given=False, who="Ann", why="too long"), "p_value": 0.001, "level": 0.01},
+         "was not promoted, as it was not approved by Ann: too long; the gain was +0.100"),
         ({"reason": "it was made for another task"}, "was not promoted: it was made for another task"),
     ],
 )  # fmt: skip

@@ -65,12 +65,12 @@ class Tonight:
     for_others: dict[str, int] = field(default_factory=dict)
     """Fresh rows that only a stage may learn which this run does not train, by split."""
     compared: dict[str, Rows] = field(default_factory=dict)
-    """By role, and by where they are, learnt rows with which new ones are compared."""
+    """By role, and by where they are, rows of earlier nights with which new ones are compared."""
     unnamed: Rows = field(default_factory=dict)
     """By role, what waits or is held out of roles that the configuration does not name tonight."""
 
     def sets(self, arrived: Arrived, given: Mapping[str, ReadSet[Any]]) -> dict[str, ReadSet[Any]]:
-        """Return the sets as a run without arrivals reads them.
+        """Return the sets as a run without arrivals reads them: fresh rows first, each in its place.
 
         Args:
             arrived: tonight's.
@@ -154,7 +154,7 @@ def join(
         tuple(role for role in instead if old[role]),
         sum(map(len, to_learn.values())),
         stages.others(fresh),
-        _compared(data, arrivals, arrived, past, old),
+        _compared(data, arrivals, arrived, past, waits, old),
         {role: rows for role, rows in pending.items() if rows and role not in fresh},
     )
 
@@ -167,14 +167,24 @@ def _still_said(role: str, pending: Sequence[Any], new: Sequence[Any]) -> Sequen
     return [row for row in pending if key_of(row) not in anew]
 
 
-def _compared(data: DataConfig, arrivals: ArrivalsConfig, arrived: Arrived, past: _Past, old: Rows) -> dict[str, Rows]:
-    """Return the learnt rows with which new ones are compared: the last ones, and those that tonight learns again."""
+def _compared(
+    data: DataConfig,
+    arrivals: ArrivalsConfig,
+    arrived: Arrived,
+    past: _Past,
+    waits: Mapping[str, Sequence[Any]],
+    old: Rows,
+) -> dict[str, Rows]:
+    """Return the rows with which new ones are compared, and which are not judged again themselves.
+
+    They are those that were learnt last, that tonight learns again, and that wait or are held out.
+    """
     if data.lint.action("repeated") == "off":
         return {}
     return {
-        role: past.last(role, arrivals.compared_rows) | {"what is learnt again": old[role]}
+        role: (past.last(role, arrivals.compared_rows) if new.rows else {})
+        | {"what is learnt again": old[role], "what waits or is held out": [*waits[role]]}
         for role, new in arrived.roles.items()
-        if new.rows
     }
 
 
@@ -321,7 +331,7 @@ class Settled:
     waiting: int
     """Of these, the rows without a place."""
     left_out: int
-    """Rows that no stage can use, such as those that are too long."""
+    """Rows that no stage can use, such as those that are too long or that the linter dropped."""
 
 
 def settle_rows(config: PipelineConfig, tonight: Tonight, made: Prepared, *, reads: Collection[str]) -> Settled:
@@ -342,9 +352,11 @@ def settle_rows(config: PipelineConfig, tonight: Tonight, made: Prepared, *, rea
     counts: Counter[str] = Counter()
     counts["waiting"] = sum(count_waiting(rows, config.data) for rows in tonight.unnamed.values())
     for role, rows in tonight.fresh.items():
-        for row in rows:
+        for place, row in enumerate(rows):
             key = key_of(row)
-            if _is_held_out(row, config.data):
+            if place in made.dropped.get(role, ()):
+                counts["left out"] += 1
+            elif _is_held_out(row, config.data):
                 pending[role].append(row)
             elif key in taken or (isinstance(row, PreferencePair) and _said(row) in used):
                 learnt[role].append(row)

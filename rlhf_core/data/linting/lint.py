@@ -28,6 +28,8 @@ class Linted(NamedTuple):
 
     sets: dict[str, ReadSet[Any]]
     findings: tuple[Finding, ...]
+    dropped: dict[str, frozenset[int]]
+    """By set, places of the rows that are no longer in it."""
 
 
 def lint_sets(
@@ -64,7 +66,9 @@ def lint_sets(
             f"{'; '.join(found.sentence for found in refused)} (data.lint refuses "
             f"{', '.join(dict.fromkeys(found.rule for found in refused))}; `rlhf data check` shows more)"
         )
-    return Linted({role: _less(role, read, findings) for role, read in sets.items()}, tuple(findings))
+    faults = {role: _faults(role, findings) for role in sets}
+    left = {role: _less(role, read, faults[role]) for role, read in sets.items()}
+    return Linted(left, tuple(findings), {role: frozenset(each) for role, each in faults.items()})
 
 
 def lint_set(given: LintSet, actions: LintConfig) -> list[Finding]:
@@ -110,12 +114,17 @@ def _overlaps(
     return findings
 
 
-def _less(role: str, read: ReadSet[Any], findings: Sequence[Finding]) -> ReadSet[Any]:
+def _faults(role: str, findings: Sequence[Finding]) -> dict[int, tuple[str, str]]:
+    """Return, by the place of each row that is to be dropped, the rule and what it found."""
     faults: dict[int, tuple[str, str]] = {}
     for found in findings:
         if found.role == role and found.action == "drop":
             for where, (place, detail) in zip(found.named, found.accused, strict=True):
                 faults.setdefault(place, (f"lint: {found.rule}", f"{where}: {detail}"))
+    return faults
+
+
+def _less(role: str, read: ReadSet[Any], faults: Mapping[int, tuple[str, str]]) -> ReadSet[Any]:
     if not faults:
         return read
     if len(faults) == len(read.rows):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import DataConfig
@@ -146,6 +146,8 @@ class Prepared:
     """Where the held-out problems of tonight end, if they rotate."""
     waiting: frozenset[str] = frozenset()
     """Keys of prompts that a split could have and has no place for."""
+    dropped: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """By set, places of the rows that the linter dropped."""
 
 
 def prepare(
@@ -176,7 +178,7 @@ def prepare(
         last: keys of prompts that take only the places which all others leave.
         after: where the last night's held-out problems ended; None: they do not rotate.
         grows: keys of the sets that have more rows some other night; where there are any, faults are refused at once.
-        earlier: by key of a set, and by where they are, rows that were learnt before: the linter compares with them.
+        earlier: by key of a set, and by where they are, rows that were linted before: the linter compares with them.
 
     Raises:
         TooFewRowsError: if there is too little, and more rows would help.
@@ -186,7 +188,7 @@ def prepare(
     """
     asked = sizes or as_they_are(config)
     sides = sides_of(config, sets, asked)
-    sets, findings = lint_sets(
+    sets, findings, dropped = lint_sets(
         sets, config, meter, is_held_out=lambda name, key: sides.of_prompt(name, key) == EVALUATION, earlier=earlier
     )
     pool_of, fitting = choose_pools(config.data, sets), Fitting(config, meter)
@@ -247,7 +249,16 @@ def prepare(
     too_long = (*fitting.left_out, *exceeding)
     report = _report(config, sets, described, too_long, verifier_check, findings)
     return Prepared(
-        splits, pairs, report, filled, tuple(faults), settled.for_all, len(heldout[EVALUATION]), until, waiting
+        splits,
+        pairs,
+        report,
+        filled,
+        tuple(faults),
+        settled.for_all,
+        len(heldout[EVALUATION]),
+        until,
+        waiting,
+        dropped,
     )
 
 

@@ -575,6 +575,27 @@ def test_what_a_window_learns_again_repeats_nothing(nights: Nights) -> None:
     assert second.metrics["rejected"] == 6
 
 
+def test_what_waits_is_judged_once_and_what_is_dropped_does_not_come_back(nights: Nights) -> None:
+    drops, refuses = {"data.lint": {"repeated": "drop"}}, {"data.lint": {"repeated": "refuse"}}
+    nights.arrive("a.jsonl", (), raw=stories(range(20), end="today"))
+    first = nights.night()
+    learnt, held = nights.rows(first, "ppo"), nights.rows(first, "evaluation")
+    again = stories([*learnt, *held], end="now")
+    nights.arrive("b.jsonl", (), raw=again + stories(range(200, 220), end="today"))
+    second = nights.night(**drops)
+    assert second.metrics["rejected"] == len(learnt) + len(held)
+    assert not [row for row in _pending(nights, second) if " now " in row], "dropped, though held out"
+    nights.arrive("c.jsonl", (), raw=again.replace("now", "later") + stories(range(300, 320), end="today"))
+    third = nights.night()  # warns only, so that they are accepted
+    assert [row for row in _pending(nights, third) if " later " in row]
+    nights.arrive("d.jsonl", (), raw=stories(range(400, 420), end="today"))
+    assert isinstance(nights.night(**refuses), StageResult), "what was accepted is not refused later"
+
+
+def _pending(nights: Nights, made: StageResult) -> list[str]:
+    return [row.prompt for row in problems_from_jsonl(_read(nights, made, "arrivals/pending-prompts.jsonl").encode())]
+
+
 def _read(nights: Nights, made: StageResult, file: str) -> str:
     return nights.store.read_bytes(nights.store.resolve(made.uri), file).decode()
 

@@ -89,11 +89,21 @@ def as_set(role: str, new: NewRows, rows: Sequence[Any]) -> ReadSet[Any]:
         rows: all of them, those of earlier nights too.
     """
     digest = hashlib.sha256(role.encode() + b"\n" + rows_to_jsonl(role, rows)).hexdigest()
-    facts = [SourceFacts(ARRIVED, tuple(new.files), "; ".join(new.forms), new.read, len(new.rows), None)]
-    before = len(rows) - len(new.rows)
+    arrived = {id(row) for row in new.rows}  # equal problems may differ in their demonstrations
+    order = tuple(int(id(row) not in arrived) for row in rows)
+    before = sum(order)
+    facts = [SourceFacts(ARRIVED, tuple(new.files), "; ".join(new.forms), new.read, len(rows) - before, None)]
     if before:
         facts.append(SourceFacts("earlier nights", (), "rows that they stored", before, before, None))
-    return ReadSet(tuple(rows), tuple(new.rejected), new.repeated + new.known, tuple(facts), digest, new.not_shown)
+    return ReadSet(
+        tuple(rows),
+        tuple(new.rejected),
+        new.repeated + new.known,
+        tuple(facts),
+        digest,
+        new.not_shown,
+        order=order,
+    )
 
 
 def join(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -47,6 +47,8 @@ LEARNT = "learnt"
 DAY = "%Y-%m-%d"
 _LEARNS = {"sft": "SFT", "preferences": "the reward model", "ppo": "PPO"}
 """What learns from a split."""
+OF_NIGHT = "of_night"
+"""The figure of a dataset that says whether a night made it; False of a stage that was run by hand."""
 _NIGHT = "night"
 _SHOWN = 5
 
@@ -77,6 +79,11 @@ class NothingNewError(DataError):
     def __init__(self, config: PipelineConfig, found: NothingNew) -> None:
         super().__init__(found.told)
         self.config, self.found = config, found
+
+
+def is_night(reads: Collection[str]) -> bool:
+    """Return whether a run that reads these splits is a night: it alone learns by PPO and evaluates what it learnt."""
+    return {"ppo", "evaluation"} <= set(reads)
 
 
 def moment(as_of: str) -> datetime:
@@ -352,6 +359,7 @@ class Intake:
             "learnt_rows": sum(learnt.values()),
             "old_rows": sum(map(len, self.tonight.old.values())),
             "waiting_rows": settled.waiting,
+            OF_NIGHT: is_night(self._reads),
         }
         ledger = Ledger(
             as_of=self.night.as_of,

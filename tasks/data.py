@@ -19,7 +19,7 @@ from rlhf_core.config.sizes import SPLITS as SIZES_OF_SPLITS
 from rlhf_core.config.sizes import Sizes, as_they_are, settle, shortage, told_changes, with_sizes
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, DataError, Fault, TooFewRowsError, refuse_together
-from tasks.arrivals import Intake, NothingNew, arriving_role
+from tasks.arrivals import Intake, NothingNew, arriving_role, is_night
 from tasks.clusters import address_of
 from tasks.context import Context, data_access, materialise, open_context
 from tasks.parents import base_model
@@ -133,7 +133,7 @@ def prepare_data(
             return nothing
         sets = intake.sets
     source = source_digest("data", "arrivals")
-    rotation = _rotation(context, config) if {"ppo", "evaluation"} <= set(reads) else None
+    rotation = _rotation(context, config) if is_night(reads) else None
     facts = _facts(config, sizes, template, rotation)
     inputs = [f"{role} {digest}" for role, digest in set_digests(sets).items()]
     inputs += intake.inputs if intake is not None else []

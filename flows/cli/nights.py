@@ -53,7 +53,7 @@ def nights_of(store: ArtifactStore, name: str | None) -> list[dict[str, Any]]:
     seconds = {each.uri: each for kind in ("sft", "reward-model", "policy") for each in store.list(kind, name)}
     told = [_ended(each, datasets, seconds) for each in reports]
     named = {night["dataset"] for night in told}
-    told += [_open(each) for uri, each in datasets.items() if uri not in named and "new_files" in each.metrics]
+    told += [_open(each) for uri, each in datasets.items() if uri not in named and _is_of_night(each)]
     return sorted(told, key=lambda night: str(night["ended"]))
 
 
@@ -83,6 +83,11 @@ def _ended(report: Manifest, datasets: dict[str, Manifest], made: dict[str, Mani
         "reason": report.metrics.get("reason"),
         "champion": report.metrics.get("champion"),
     }
+
+
+def _is_of_night(dataset: Manifest) -> bool:
+    """Return whether a night made a dataset; earlier releases do not say, so that all of theirs with arrivals count."""
+    return "new_files" in dataset.metrics and bool(dataset.metrics.get("of_night", True))
 
 
 def _open(dataset: Manifest) -> dict[str, Any]:

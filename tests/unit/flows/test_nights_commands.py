@@ -60,6 +60,13 @@ def test_nights_are_told_with_data_cost_and_decision(year: ArtifactStore) -> Non
     assert nights_of(year, "others") == []
 
 
+def test_a_stage_that_was_run_by_hand_is_no_night(store: ArtifactStore) -> None:
+    commit(store, "dataset", **DATA, of_night=False)
+    assert nights_of(store, "team") == []
+    commit(store, "dataset", **DATA, of_night=True)
+    assert [night["dataset"] for night in nights_of(store, "team")] == ["dataset/team@2"]
+
+
 def test_a_night_is_told_with_what_all_its_starts_took_and_cost_and_whether_it_goes_on(
     store: ArtifactStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -530,7 +530,7 @@ def test_an_evaluation_alone_needs_nothing_new(nights: Nights, context: Context)
     look_for_arrivals(context, nights.config(), None, learns=False)
     found = nights.prepare(reads=("evaluation",))
     assert nights.rows(found, "evaluation")
-    assert found.metrics["learnt_rows"] == 0
+    assert (found.metrics["learnt_rows"], found.metrics["of_night"]) == (0, False)
 
 
 def stories(numbers: Any, *, end: str) -> str:

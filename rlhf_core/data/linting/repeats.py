@@ -56,12 +56,15 @@ def sketch(text: str) -> list[bytes]:
 
 def repeated(given: LintSet) -> Iterator[Accused]:
     """Yield the rows of which an earlier row says nearly the same: prompt and each response, with equal numbers."""
-    rows, known = (*given.earlier, *given.rows), {_parts(row) for row in given.earlier}
+    rows: tuple[LintRow, ...] = (*given.earlier, *given.rows)
+    known: set[tuple[str, ...]] = set()
     index = _Index(lambda one, other: _alike(_parts(rows[one]), _parts(rows[other])))
     for place, row in enumerate(rows):
         is_judged = place >= len(given.earlier)
-        if is_judged and _parts(row) in known:
+        if _parts(row) in known:  # it is learnt again, or waits, or stands twice among the earlier rows
             continue
+        if not is_judged:
+            known.add(_parts(row))
         bands = sketch(normalised("\n".join(text[:_LONGEST] for text in (row.asked, *row.responses))))
         found = index.find(place, bands) if is_judged else None
         if found is None:

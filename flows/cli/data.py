@@ -273,6 +273,8 @@ def _show_arrivals(console: Console, found: Foreseen) -> None:
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
     for each in found.arrived.bad:
         console.print(Padding(Text.assemble(("left out: ", "red"), visible(each.told)), (0, 0, 0, 2), expand=False))
+    told = "The linter compares the new rows with each other; a night also compares them with rows of earlier nights."
+    console.print(Padding(told, (0, 0, 0, 2), expand=False))
     for name in found.arrived.later:
         told = f"{visible(name)} may still be written to, and is left to the next night"
         console.print(Padding(told, (0, 0, 0, 2), expand=False))

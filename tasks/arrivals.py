@@ -322,13 +322,18 @@ class Intake:
         left = [f"not learnt: {split}" for split in LEARNING if split not in self._reads]
         return [f"ledger {before.digest if before else ''}", *files, *left]
 
-    def nothing(self) -> NothingNew | None:
-        """Return why there is too little to begin with; None if there is enough, or nothing is to be learnt."""
+    @property
+    def learns(self) -> bool:
+        """Whether the run learns anything, so that it may wait for more rows."""
         from rlhf_core.data.arriving import LEARNING
 
+        return bool(set(LEARNING) & set(self._reads))
+
+    def nothing(self) -> NothingNew | None:
+        """Return why there is too little to begin with; None if there is enough, or nothing is to be learnt."""
         arrivals, count = self._config.data.arrivals, self.tonight.to_learn
         assert arrivals is not None
-        if count >= arrivals.min_rows or not set(LEARNING) & set(self._reads):
+        if count >= arrivals.min_rows or not self.learns:
             return None
         figures = _figures(self.arrived)
         if count:

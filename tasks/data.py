@@ -161,7 +161,7 @@ def prepare_data(
             lambda: reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=key(), make=make),
         )
     except TooFewRowsError as error:
-        if intake is None:
+        if intake is None or not intake.learns:
             raise
         return intake.too_few(error)
     _tell(context, found)

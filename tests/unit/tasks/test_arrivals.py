@@ -533,6 +533,12 @@ def test_an_evaluation_alone_needs_nothing_new(nights: Nights, context: Context)
     assert (found.metrics["learnt_rows"], found.metrics["of_night"]) == (0, False)
 
 
+def test_an_evaluation_without_problems_fails_with_what_is_missing(nights: Nights) -> None:
+    nights.arrive("a.jsonl", range(1))
+    with pytest.raises(TooFewRowsError, match="evaluation"):
+        nights.prepare(reads=("evaluation",))
+
+
 def stories(numbers: Any, *, end: str) -> str:
     """Return prompts of many words, of which another end changes one."""
     words = [

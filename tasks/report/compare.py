@@ -32,7 +32,7 @@ def facts_between(context: Context, before: str, after: str) -> Facts:
     """
     old, new = (_policy(context, reference) for reference in (before, after))
     evaluations = _evaluations(context, old, new)
-    rows = moved_rows(context, evaluations, OTHER)
+    rows = moved_rows(context, evaluations, OTHER, "ppo")
     if len(rows) < _FEWEST:
         raise ReferenceNotFoundError(
             f"{old.uri} and {new.uri} were judged on {len(rows)} problems in common, and two are needed; evaluate both "

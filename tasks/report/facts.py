@@ -12,7 +12,7 @@ from infra.artifacts import ArtifactRef, Difference
 from infra.artifacts.lineage import draw
 from rlhf_core.config import PipelineConfig
 from rlhf_core.ppo.former_names import current_names
-from tasks.challenger import incumbent_of
+from tasks.challenger import CHALLENGER, incumbent_of
 from tasks.clusters import address_of
 from tasks.context import Context, page_of
 from tasks.evaluate import OUTCOMES
@@ -55,7 +55,7 @@ class Facts:
     flow_run: str | None
     page: str | None
     lineage: list[str]
-    """What the policy came from, to the beginning: a tree, line by line."""
+    """What the policy that was decided about came from, to the beginning: a tree, line by line."""
     compares: bool = False
     """Two policies that a person chose, and no night: nothing was decided."""
     moved: Row | None = None
@@ -77,6 +77,11 @@ class Facts:
     def policy(self) -> StageResult:
         """What PPO made."""
         return self.stages[-1]
+
+    @property
+    def decided_role(self) -> str:
+        """Role of the policy that the decision is about."""
+        return decided_role(self.evaluations, self.decision)
 
     @property
     def verdict(self) -> str:
@@ -155,7 +160,8 @@ def gather(
     """
     compares = OTHER in evaluations
     policy, store = stages[-1], context.store
-    came_from = store.lineage(ArtifactRef(policy.uri, policy.digest))
+    decided = decision.policy
+    came_from = store.lineage(ArtifactRef(decided, store.resolve(decided).digest))
     samples, episodes = rows_of(context, policy, SAMPLES), rows_of(context, policy, METRICS)
     steps = {stage.stage: rows_of(context, stage, METRICS) for stage in stages if stage.stage in _TRAINED}
     figures = Figures(episodes=episodes, samples=samples, **_known(stages, evaluations))
@@ -175,9 +181,9 @@ def gather(
         page=page_of(context.settings, context.flow_run),
         lineage=only_shows("what the policy came from")(draw)(came_from, width=LINEAGE_WIDTH) or [],
         compares=compares,
-        moved=_moved(context, evaluations),
+        moved=_moved(context, evaluations, decision),
         paid=only_shows("rewards by source")(paid_by_source)(episodes) or [],
-        differs=_differs(context, against, policy.uri) if against not in {None, policy.uri} else None,
+        differs=_differs(context, against, decided) if against not in {None, decided} else None,
         costs=(_costs(context, config, stages, evaluations, wall_s) or []) if config else [],
         ancestry=only_shows("the picture of what the policy came from")(ancestry)(came_from),
         findings=only_shows("findings")(findings)(figures) or [],
@@ -202,20 +208,26 @@ def start_of(roles: Iterable[str]) -> str | None:
     return next((role for role in ("start", "sft", "base") if role in set(roles)), None)
 
 
+def decided_role(evaluations: Mapping[str, StageResult], decision: Decision) -> str:
+    """Return the role of the policy that a decision is about: the challenger's where the gate chose it, else PPO's."""
+    waited = evaluations.get(CHALLENGER)
+    return CHALLENGER if waited is not None and waited.metrics.get("policy") == decision.policy else "ppo"
+
+
 @only_shows("what moved against the champion")
-def _moved(context: Context, evaluations: dict[str, StageResult]) -> Row | None:
-    role = OTHER if OTHER in evaluations else incumbent_of(evaluations)
-    if role is None or "ppo" not in evaluations:
+def _moved(context: Context, evaluations: dict[str, StageResult], decision: Decision) -> Row | None:
+    role, decided = OTHER if OTHER in evaluations else incumbent_of(evaluations), decided_role(evaluations, decision)
+    if role is None or decided not in evaluations:
         return None
-    rows = moved_rows(context, evaluations, role)
+    rows = moved_rows(context, evaluations, role, decided)
     counts = counts_of(rows, by_model=judged_by_model(evaluations))
     return {"against": str(evaluations[role].metrics["policy"]), "role": role, "counts": counts, "rows": rows}
 
 
-def moved_rows(context: Context, evaluations: dict[str, StageResult], role: str) -> list[Row]:
-    """Return what became of each held-out answer from the policy of a role to the new one."""
-    before, after = (rows_of(context, evaluations[each], OUTCOMES) for each in (role, "ppo"))
-    return moved(before, after, by_model=judged_by_model(evaluations))
+def moved_rows(context: Context, evaluations: dict[str, StageResult], before: str, after: str) -> list[Row]:
+    """Return what became of each held-out answer from the policy of one role to that of another."""
+    old, new = (rows_of(context, evaluations[each], OUTCOMES) for each in (before, after))
+    return moved(old, new, by_model=judged_by_model(evaluations))
 
 
 @only_shows("what differs from the champion's run")

@@ -114,7 +114,7 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     figure = "score" if judged_by_model(facts.evaluations) else "accuracy"
     what = "mean score" if figure == "score" else "right"
     against = facts.moved["role"] if facts.moved else None
-    for role, name in (("ppo", f"{what}, new policy"), (against, f"{what}, {against}")):
+    for role, name in ((facts.decided_role, f"{what}, {_side(facts)}"), (against, f"{what}, {against}")):
         if role in facts.evaluations:
             tiles.append((name, with_interval(facts.evaluations[role].metrics, figure).partition(" ")[0], ""))
     if facts.moved:
@@ -126,6 +126,11 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
         tiles.append((f"took{spent}", duration(whole["seconds"]), ""))
     tiles.append(("findings", str(len(facts.findings)), "bad" if facts.findings else ""))
     return tiles
+
+
+def _side(facts: Facts) -> str:
+    """Return what the policy that was decided about is called."""
+    return "new policy" if facts.decided_role == "ppo" else facts.decided_role
 
 
 def _sections(facts: Facts) -> list[tuple[str, str, str]]:
@@ -206,7 +211,7 @@ def _data(facts: Facts) -> str:
     """Return the answers for the script; no text in them can end the element."""
     assert facts.moved is not None
     kinds = list(moved_counts(facts.moved))
-    data = {"kinds": kinds, "sides": [facts.moved["role"], "new policy"], "rows": _rows(facts.moved)}
+    data = {"kinds": kinds, "sides": [facts.moved["role"], _side(facts)], "rows": _rows(facts.moved)}
     return f'<script type="application/json" id="moved-data">{_harmless(data)}</script>'
 
 
@@ -323,7 +328,7 @@ def _lineage(facts: Facts) -> str:
         return ""
     left_out = facts.ancestry["left_out"]
     rest = (
-        f'<p class="soft">And {left_out} earlier: rlhf artifacts lineage {shown(facts.policy.uri)}</p>'
+        f'<p class="soft">And {left_out} earlier: rlhf artifacts lineage {shown(facts.decision.policy)}</p>'
         if left_out
         else ""
     )

@@ -11,6 +11,7 @@ import pytest
 from infra.artifacts import ArtifactStore
 from rlhf_core.config import DataConfig, GateConfig, PipelineConfig
 from tasks import showing
+from tasks.challenger import CHALLENGER
 from tasks.pictures import style
 from tasks.promote import gate, promote
 from tasks.report import facts, page, write
@@ -201,6 +202,39 @@ def test_a_run_that_only_a_reward_model_judged_is_compared_promoted_and_reported
     assert "**2** score rose" in text
     assert "right" not in text
     assert set(shown) == {"test-report", "test-ppo-curves", "test-samples"}
+
+
+def test_the_page_of_a_night_that_promotes_its_challenger_is_about_the_challenger(
+    store: ArtifactStore, made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
+) -> None:
+    del shown  # stands for Prefect
+    sft = made("sft", "sft", {"metrics.jsonl": []})
+    names = ("champion", CHALLENGER, "ppo")
+    policies = {
+        name: made("ppo", "policy", {"metrics.jsonl": [episode(0)], "w": [{"of": name}]}, parents=[sft.uri])
+        for name in names
+    }
+    evaluations = {
+        name: made(
+            "evaluate", "evaluation", {"outcomes.jsonl": [{**OUTCOME, "correct": is_right}]},
+            policy=policies[name].uri, judge="exact", accuracy=float(is_right), low=0.0, high=1.0,
+        )
+        for name, is_right in zip(names, (False, True, False), strict=True)
+    }  # fmt: skip
+    champion, challenger = policies["champion"].uri, policies[CHALLENGER].uri
+    decision = Decision(
+        promote=True, reason="better", policy=challenger, incumbent=champion, champion=champion,
+        difference=1.0, low=0.5, high=1.5,
+    )  # fmt: skip
+    stages, config = [sft, policies["ppo"]], PipelineConfig(name="test", data=DataConfig(task="chain_sum"))
+    reference = write_report.fn(config, stages, evaluations, decision, challenger, wall_s=9.0)  # type: ignore[attr-defined]
+    manifest = store.resolve(reference)
+    kept, page = store.read_json(manifest, "report.json"), store.read_bytes(manifest, "report.html").decode()
+    assert (kept["moved"]["role"], kept["moved"]["counts"]["wrong → right"]) == ("champion", 1)
+    assert kept["lineage"][0].startswith(challenger)
+    assert kept["differs"]["against"] == champion
+    assert "<b>1.000</b><span>right, challenger</span>" in page
+    assert '"sides":["champion","challenger"]' in page
 
 
 def test_a_ppo_run_of_its_own_shows_its_curves_over_its_table(

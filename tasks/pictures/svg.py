@@ -16,6 +16,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 8, 8, 22
 _COLOURS = 6
 _BOX_WIDTH, _BOX_HEIGHT, _GAP_X, _GAP_Y = 176, 40, 36, 14
 _MOST_MARKED = 30
+"""Points of a line that are marked and tell their value: of a long run, they would be most of the page."""
 
 
 def panel_svg(panel: Panel, levels: Mapping[str, str]) -> str:
@@ -64,11 +65,10 @@ def _line(line: Line, colour: str, x: Any, y: Any) -> list[str]:
         parts.append(f'<polygon class="band {colour}" points="{" ".join(edge)}"/>')
     points = " ".join(f"{x(at):.1f},{y(line.values[at]):.1f}" for at in known)
     parts.append(f'<polyline class="curve {colour}" points="{points}"/>')
-    radius = 2.2 if len(known) <= _MOST_MARKED else 1.0
-    for at in known:
+    for at in known if len(known) <= _MOST_MARKED else []:
         told = _title(f"{line.name.replace('_', ' ')}, episode {at + 1}: {line.values[at]:.4g}")
         parts.append(
-            f'<circle class="dot {colour}" cx="{x(at):.1f}" cy="{y(line.values[at]):.1f}" r="{radius}">{told}</circle>'
+            f'<circle class="dot {colour}" cx="{x(at):.1f}" cy="{y(line.values[at]):.1f}" r="2.2">{told}</circle>'
         )
     return parts
 

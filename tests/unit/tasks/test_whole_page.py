@@ -19,6 +19,7 @@ from tasks.report.costs import REST, WHOLE, Machine, costs_of
 from tasks.report.facts import Facts
 from tasks.report.findings import Finding
 from tasks.report.html import LONGEST_TEXT, page_of_facts
+from tasks.report.html import MOST_BYTES as MOST_ANSWERS
 from tasks.report.samples import counts_of, moved
 from tasks.report.text import report_text
 from tasks.results import Approval
@@ -141,6 +142,13 @@ def test_a_page_of_very_many_long_answers_stays_small_and_counts_what_it_leaves_
     assert [row["kind"] for row in data["rows"][:9]] == [1] * 9, "what changed comes first"
     assert f"{400 - len(data['rows'])} answers are left out of this page" in page
     assert len(data["rows"][0]["prompt"]) < LONGEST_TEXT + 100
+
+
+def test_the_page_of_a_long_run_stays_small() -> None:
+    found = compared([outcome("a")], [outcome("a")], episodes=[episode(at) for at in range(3000)])
+    page = page_of_facts(found)
+    assert page.count("<polyline") > 1
+    assert len(page.encode()) < MOST_BYTES - MOST_ANSWERS
 
 
 def test_both_forms_of_the_report_show_the_same_figures() -> None:

@@ -32,8 +32,8 @@ def page(reference: str | None = None, /, *, port: int = 0) -> None:
     manifest = _newest(store) if reference is None else store.resolve(reference)
     if WHOLE_PAGE not in {entry.path for entry in manifest.files}:
         raise ReferenceNotFoundError(
-            f"{manifest.uri} has no {WHOLE_PAGE}: it is no report of a run, or was stored by an earlier release; "
-            "compare its policy with another: rlhf compare A B"
+            f"{manifest.uri} has no {WHOLE_PAGE}: it is no report of a run, or its night made no policy, or "
+            "an earlier release stored it; compare its policy with another: rlhf compare A B"
         )
     _show(store.read_bytes(manifest, WHOLE_PAGE), manifest.uri, port)
 
@@ -66,11 +66,15 @@ def compare(before: str, after: str, /, *, to: Path | None = None, port: int | N
 
 
 def _newest(store: ArtifactStore) -> Manifest:
+    """Return the newest report that has a page: a night that made no policy, such as a quiet one, has none."""
     from infra.errors import ReferenceNotFoundError
+    from tasks.report.write import WHOLE_PAGE
 
-    reports = store.list("run")
+    reports = [each for each in store.list("run") if WHOLE_PAGE in {entry.path for entry in each.files}]
     if not reports:
-        raise ReferenceNotFoundError(f"{store.url} holds no report of a run; make one with `rlhf run quickstart`")
+        raise ReferenceNotFoundError(
+            f"{store.url} holds no report of a run with a page; make one with `rlhf run quickstart`"
+        )
     return max(reports, key=lambda each: each.created)
 
 

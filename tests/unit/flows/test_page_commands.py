@@ -89,7 +89,20 @@ def test_a_run_of_an_earlier_release_has_no_page_and_says_what_to_do(
     assert "holds no report of a run" in capsys.readouterr().err
     store.commit("run", "a", {"report.md": b"# a"})
     assert main(["page", "run/a"]) == 1
-    assert "run/a@1 has no report.html" in capsys.readouterr().err
+    assert (
+        "run/a@1 has no report.html: it is no report of a run, or its night made no policy" in capsys.readouterr().err
+    )
+
+
+def test_the_morning_after_a_quiet_night_the_newest_page_is_shown(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("flows.cli.page._show", lambda _whole, what, _port: shown.append(what))
+    policy(store, 10, 0.5)
+    store.commit("run", "a", {"report.md": b"# a: nothing new"})
+    assert main(["page"]) == 0
+    assert shown == ["run/a@1"]
 
 
 def test_two_policies_are_compared_on_the_problems_that_both_were_asked(

@@ -28,7 +28,8 @@ def facts_between(context: Context, before: str, after: str) -> Facts:
         after: the other.
 
     Raises:
-        ReferenceNotFoundError: one of them was not evaluated, or they were asked no problems in common.
+        ReferenceNotFoundError: one of them was not evaluated, they were judged by different judges, or they were
+            asked no problems in common.
     """
     old, new = (_policy(context, reference) for reference in (before, after))
     evaluations = _evaluations(context, old, new)
@@ -62,10 +63,15 @@ def _policy(context: Context, reference: str) -> Manifest:
 
 
 def _evaluations(context: Context, old: Manifest, new: Manifest) -> dict[str, StageResult]:
-    """Return the newest evaluations of both by the same judge on the same dataset, else the newest of each."""
+    """Return the newest evaluations of both by the same judge: on the same dataset, if there are such."""
     asked = [_asked(context, policy) for policy in (old, new)]
-    alike = [(one, other) for other in asked[1] for one in asked[0] if _terms(one) == _terms(other)]
-    pair = alike[0] if alike else (asked[0][0], asked[1][0])
+    judged = [(one, other) for other in asked[1] for one in asked[0] if _judge(one) == _judge(other)]
+    if not judged:
+        raise ReferenceNotFoundError(
+            f"no judge has scored both {old.uri} and {new.uri}, and scores of different judges cannot be compared; "
+            "evaluate both with one: prefect deployment run evaluate/PRESET -p actor=POLICY -p reward_model=JUDGE"
+        )
+    pair = next((each for each in judged if _datasets(each[0]) == _datasets(each[1])), judged[0])
     found = (stage_result("evaluate", each, reused=True) for each in pair)
     policies = (old.uri, new.uri)
     return {
@@ -88,9 +94,17 @@ def _asked(context: Context, policy: Manifest) -> list[Manifest]:
     return sorted(found, key=lambda each: each.created, reverse=True)
 
 
-def _terms(evaluation: Manifest) -> tuple[Any, set[str]]:
-    datasets = {parent.digest for parent in evaluation.parents if parent.uri.startswith("dataset/")}
-    return evaluation.metrics.get("judge"), datasets
+def _judge(evaluation: Manifest) -> tuple[Any, set[str]]:
+    """Return the judge's name, and the digest of the reward model where it is one."""
+    return evaluation.metrics.get("judge"), _digests(evaluation, "reward-model")
+
+
+def _datasets(evaluation: Manifest) -> set[str]:
+    return _digests(evaluation, "dataset")
+
+
+def _digests(evaluation: Manifest, kind: str) -> set[str]:
+    return {parent.digest for parent in evaluation.parents if parent.uri.startswith(f"{kind}/")}
 
 
 def _stages(context: Context, policy: Manifest) -> list[StageResult]:

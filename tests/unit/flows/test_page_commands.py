@@ -13,7 +13,7 @@ import pytest
 
 from flows.cli import main
 from flows.cli.page import serving
-from infra.artifacts import ArtifactStore, open_default_store
+from infra.artifacts import ArtifactRef, ArtifactStore, open_default_store
 from infra.errors import ServiceError
 
 
@@ -135,3 +135,25 @@ def test_a_policy_that_was_never_evaluated_is_compared_with_nothing(
     first, second = policy(store, 10, 0.5), policy(store, 16, 0.25, is_asked=False)
     assert main(["compare", first, second]) == 1
     assert "policy/a@2 was never evaluated; do so first: prefect deployment run evaluate/" in capsys.readouterr().err
+
+
+def test_scores_of_different_reward_models_are_not_subtracted(
+    store: ArtifactStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judges = [store.commit("reward-model", "a", {"weights": each}) for each in (b"one", b"other")]
+    both = [policy(store, right, lr, is_asked=False) for right, lr in ((10, 0.5), (16, 0.25))]
+    data = store.resolve("dataset/a").ref
+
+    def judged(reference: str, judge: ArtifactRef, right: int) -> None:
+        made = store.resolve(reference).ref
+        figures = {"policy": made.uri, "policy_digest": made.digest, "judge": "reward_model", "score": 0.5}
+        body = {"outcomes.jsonl": answers(right=right)}
+        store.commit("evaluation", "a", body, parents=[made, data, judge], metrics=figures)
+
+    judged(both[0], judges[0], 10)
+    judged(both[1], judges[1], 16)
+    assert main(["compare", *both]) == 1
+    assert "no judge has scored both policy/a@1 and policy/a@2" in capsys.readouterr().err
+    judged(both[0], judges[1], 12)
+    assert main(["compare", *both]) == 0
+    assert "policy/a@2 against policy/a@1: +0.200" in " ".join(capsys.readouterr().out.split())

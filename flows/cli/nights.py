@@ -117,7 +117,7 @@ def _lines(night: dict[str, Any]) -> list[str]:
     where = night["report"] or night["dataset"]
     by_stage = ", ".join(f"{stage} {duration(float(seconds))}" for stage, seconds in night["seconds"].items())
     spent = night["spent"]
-    # hours of work are those of all starts, wall_s those of the last
+    # hours of work are those of all starts; in reports of earlier releases wall_s is that of the last
     worked_s = HOUR_S * spent.get("hours", 0) or night["wall_s"]
     figures = "" if worked_s is None else f"  {duration(worked_s)}"
     figures += f"  ({by_stage})" if by_stage else ""

@@ -13,7 +13,7 @@ from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
 from rlhf_core.escaping import prose
 from tasks.arrivals import day_of_night
-from tasks.budget import spent
+from tasks.budget import spent, worked_s
 from tasks.context import Context, open_context
 from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, levels, rows_of
 from tasks.report.html import page_of_facts
@@ -161,7 +161,7 @@ def write_report(
         evaluations: by role.
         decision: the gate's.
         champion: after the decision.
-        wall_s: seconds since the run began.
+        wall_s: seconds of this start of the run; those that all starts have worked count where they are more.
     """
     context = open_context()
     facts = gather(
@@ -169,11 +169,11 @@ def write_report(
         name=config.name,
         seed=config.seed,
         config=config,
-        stages=stages,
-        evaluations=evaluations,
+        stages=[_of_all_starts(context, each) for each in stages],
+        evaluations={role: _of_all_starts(context, each) for role, each in evaluations.items()},
         decision=decision,
         champion=champion,
-        wall_s=wall_s,
+        wall_s=max(wall_s, worked_s()),
     )
     pictures = report_pictures(facts)
     text = _text(facts, pictures) or f"The text of this report could not be made; its figures are in {FACTS}.\n"
@@ -194,9 +194,10 @@ def write_budget_spent(config: PipelineConfig, stages: list[StageResult], told: 
         config: the resolved preset.
         stages: that there were, in order.
         told: a sentence of it.
-        wall_s: seconds since the run began.
+        wall_s: seconds of this start of the run; those that all starts have worked count where they are more.
     """
     context = open_context()
+    stages = [_of_all_starts(context, each) for each in stages]
     text = f"# {config.name}: no policy\n\n{prose(told, LONGEST_REASON)}\n\n## Stages\n\n{stage_list(stages)}\n"
     leave_if_taken_over()
     reference = context.store.commit(
@@ -216,7 +217,7 @@ def write_budget_spent(config: PipelineConfig, stages: list[StageResult], told: 
             "unfinished": True,
             "reason": told,
             "champion": context.store.alias("policy", config.name, "champion"),
-            **_spent_and_when(context, config, stages, wall_s),
+            **_spent_and_when(context, config, stages, max(wall_s, worked_s())),
         },
         source_digest=source_digest(*(f"report/{name}" for name in MODULES)),
         flow_run=context.flow_run,
@@ -225,6 +226,18 @@ def write_budget_spent(config: PipelineConfig, stages: list[StageResult], told: 
         "report", reference.uri, text, seen_at_once=f"No policy: the budget was spent; stored as {reference.uri}"
     )
     return reference.uri
+
+
+def _of_all_starts(context: Context, result: StageResult) -> StageResult:
+    """Return a stage as this run's own work if an earlier start of the run made it, and this one found it."""
+    if not result.reused or context.flow_run is None:
+        return result
+    manifest = context.store.resolve(result.uri)
+    if manifest.flow_run != context.flow_run:
+        return result
+    # the key leads to what was first made under it: what another project made has a copy here, stored by this run
+    first = manifest if manifest.key is None else context.store.find(manifest.kind, manifest.key)
+    return result.model_copy(update={"reused": first is not None and first.ref != manifest.ref})
 
 
 def _spent_and_when(

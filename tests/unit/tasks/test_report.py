@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from infra.artifacts import ArtifactStore
+from infra.settings import settings
 from rlhf_core.config import DataConfig, GateConfig, PipelineConfig
 from tasks import showing
 from tasks.challenger import CHALLENGER
+from tasks.context import Context
 from tasks.pictures import style
 from tasks.promote import gate, promote
 from tasks.report import facts, page, write
@@ -235,6 +237,32 @@ def test_the_page_of_a_night_that_promotes_its_challenger_is_about_the_challenge
     assert kept["differs"]["against"] == champion
     assert "<b>1.000</b><span>right, challenger</span>" in page
     assert '"sides":["champion","challenger"]' in page
+
+
+def test_a_night_that_was_killed_and_started_again_tells_the_time_of_all_its_starts(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "worked_s", lambda: 7200.0)
+    monkeypatch.setattr(write, "open_context", lambda: Context(store, settings(), "tonight"))
+
+    def found(stage: str, name: str, key: str, flow_run: str) -> StageResult:
+        reference = store.commit(
+            stage, name, {"w": key.encode()}, key=key * 64, metrics={"seconds": 5.0}, flow_run=flow_run
+        )
+        return stage_result(stage, store.resolve(reference.uri), reused=True)
+
+    found("reward-model", "another", "c", "another run")
+    stages = [
+        found("dataset", "test", "a", "another night"),
+        found("sft", "test", "b", "tonight"),
+        found("reward-model", "test", "c", "tonight"),  # the copy of what another project made
+    ]
+    config = PipelineConfig(name="test", data=DataConfig(task="chain_sum"))
+    manifest = store.resolve(write_budget_spent.fn(config, stages, "spent", wall_s=9.0))  # type: ignore[attr-defined]
+    assert (manifest.metrics["wall_s"], manifest.metrics["seconds"]) == (7200.0, {"sft": 5.0})
+    text = store.read_bytes(manifest, "report.md").decode()
+    assert text.count("from the store") == 2
+    assert text.count("made now") == 1
 
 
 def test_a_ppo_run_of_its_own_shows_its_curves_over_its_table(

@@ -147,32 +147,21 @@ def look_for_arrivals(context: Context, config: PipelineConfig, as_of: str | Non
         ConfigError: `as_of` is no day, or the data do not arrive.
         DataError: a source is missing or cannot be reached.
     """
-    from rlhf_core.data.arriving import is_anything_new
+    from rlhf_core.data.arriving import ARRIVING, is_anything_new
 
     if config.data.arrivals is None:
         if as_of is not None:
             raise ConfigError("as_of is for data that arrive; set data.arrivals, or leave as_of out")
         return
-    check_something_grows(config)
+    if not any(getattr(config.data, role) for role in ARRIVING):
+        raise ConfigError(
+            "data.arrivals needs sources that grow: give `data`, or one of data." + ", data.".join(ARRIVING)
+        )
     night = settle_night(context, config, as_of)
     ledger = _ledger(context, night)
     access = data_access(context.settings)
     if learns and not ledger.waiting and not is_anything_new(config.data, ledger, access, night.as_of):
         raise NothingNewError(config, nothing_new(context, night, ledger))
-
-
-def check_something_grows(config: PipelineConfig) -> None:
-    """Refuse data that arrive from nowhere.
-
-    Raises:
-        ConfigError: the configuration names no source that grows.
-    """
-    from rlhf_core.data.arriving import ARRIVING
-
-    if not any(getattr(config.data, role) for role in ARRIVING):
-        raise ConfigError(
-            "data.arrivals needs sources that grow: give `data`, or one of data." + ", data.".join(ARRIVING)
-        )
 
 
 def arriving_role(

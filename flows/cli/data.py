@@ -129,12 +129,11 @@ def _check_arrivals(draft: Draft, preset: str, parameters: dict[str, Any], *, st
     from infra.settings import settings
     from rlhf_core.data.arriving import ARRIVED, ARRIVING
     from rlhf_core.data.preparing import Standard, check_rows
-    from tasks.arrivals import check_something_grows, foresee
+    from tasks.arrivals import foresee
     from tasks.context import open_context
 
     given = placed(parameters, here=True)
     config = with_data_and_project(draft.config, given.get("data"), preset_values(preset), given)
-    check_something_grows(config)
     template = _template(config)
     found = foresee(open_context(), config, template)
     standard = Standard(config, True, template, settings().reward_modules, draft.sizes)

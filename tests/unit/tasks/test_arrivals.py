@@ -661,8 +661,6 @@ def test_a_check_shows_what_a_night_would_take_in_and_stores_nothing(
 def test_a_check_of_data_that_arrive_takes_one_path(nights: Nights, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(nights, "one", "two") == 1
     assert "one path is checked" in " ".join(capsys.readouterr().err.split())
-    assert main(["data", "check", '-p=overrides={"data.arrivals": {}}']) == 1
-    assert "data.arrivals needs sources that grow" in " ".join(capsys.readouterr().err.split())
     assert main(["data", "check", "one", "-p", "episode=3"]) == 1
     assert "a check takes the parameters name, model" in " ".join(capsys.readouterr().err.split())
 

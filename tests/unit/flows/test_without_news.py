@@ -18,7 +18,7 @@ from infra.artifacts import open_default_store
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[None]:
-    with prefect_test_harness():
+    with prefect_test_harness(server_startup_timeout=120):
         yield
 
 

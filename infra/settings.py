@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -427,6 +428,18 @@ def secrets() -> set[str]:
     coded = {password for text in texts for password in _PASSWORD_OF_URL.findall(text)}
     found |= coded | {unquote(each) for each in coded}
     return {each for each in found if len(each) >= _SHORTEST_SECRET}
+
+
+def without_secrets(text: str, known: Collection[str]) -> str:
+    """Return a text with stars for secrets.
+
+    Args:
+        text: for others.
+        known: of `secrets`.
+    """
+    for each in sorted(known, key=len, reverse=True):  # one may be part of another
+        text = text.replace(each, "***")
+    return text
 
 
 def inherited_environment(*, without_prefixes: tuple[str, ...] = ()) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4, uuid5
 
 from infra.services.notices import ASKED, EVENTS, FAILED, KEPT, PROMOTED
-from infra.settings import secrets, settings
+from infra.settings import secrets, settings, without_secrets
 from rlhf_core.escaping import SHOWN_LENGTH, one_line
 from tasks.context import open_context, page_of
 from tasks.plan import recalled, recorded
@@ -61,6 +61,7 @@ def event_of(
         related: further resources.
         once: the same for events of which the server is to keep one.
     """
+    known = secrets()
     resources = [
         {"prefect.resource.id": f"rlhf.{uri}", "prefect.resource.role": uri.partition("/")[0]}
         for uri in dict.fromkeys(artifacts)
@@ -74,17 +75,11 @@ def event_of(
         "related": [*resources, *related],
         "payload": {
             "title": f"{project}: {EVENTS[name]}",
-            "verdict": one_line(_without_secrets(verdict), LONGEST_VERDICT),
+            "verdict": one_line(without_secrets(verdict, known), LONGEST_VERDICT),
             "page": page,
-            "facts": json.loads(_without_secrets(json.dumps(facts or {}))),
+            "facts": json.loads(without_secrets(json.dumps(facts or {}), known)),
         },
     }
-
-
-def _without_secrets(text: str) -> str:
-    for each in sorted(secrets(), key=len, reverse=True):  # one may be part of another
-        text = text.replace(each, "***")
-    return text
 
 
 @only_shows("the event that a person is asked")

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from functools import wraps
@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from infra import trackers
 from infra.artifacts import Manifest
-from infra.settings import CHECKOUT, secrets, settings
+from infra.settings import CHECKOUT, secrets, settings, without_secrets
 from rlhf_core.ppo.former_names import current_names
 from tasks.context import Context, is_alone, open_context, page_of
 from tasks.report.facts import METRICS, rows_of
@@ -175,14 +175,14 @@ def _run_of(
         "page": page_of(context.settings, context.flow_run),
     }
     known |= {key: value for key, value in _leaves(rows[-1][1]) if isinstance(value, str)} if rows else {}
-    hide = _Masked()
+    hidden = secrets()
     project = artifact.config.get("name", artifact.name)
     return TrackedRun(
         project=str(project),
         name=name,
         rows=tuple(found),
-        parameters={key: hide(value) for key, value in _leaves(artifact.config)},
-        tags={_STRANGE.sub("_", key): hide(value) for key, value in known.items() if value},
+        parameters={key: _shown(value, hidden) for key, value in _leaves(artifact.config)},
+        tags={_STRANGE.sub("_", key): _shown(value, hidden) for key, value in known.items() if value},
         is_over=is_over,
     )
 
@@ -208,17 +208,10 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-class _Masked:
-    """Returns values as text without secrets: neither those of the settings nor a password in an address."""
-
-    def __init__(self) -> None:
-        self._secrets = sorted(secrets(), key=len, reverse=True)
-
-    def __call__(self, value: Any) -> str:
-        text = value if isinstance(value, str) else json.dumps(value)
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return _CREDENTIALS.sub("://***@", text)[:_LONGEST]
+def _shown(value: Any, hidden: Collection[str]) -> str:
+    """Return a value as text without secrets: neither these nor a password in an address."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return _CREDENTIALS.sub("://***@", without_secrets(text, hidden))[:_LONGEST]
 
 
 class _Writer:

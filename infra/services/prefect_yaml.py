@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tzlocal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -130,20 +130,31 @@ class DeploymentEntry(_Strict):
         }
 
 
+class _Definitions(BaseModel):
+    """What blocks are made from; anchors of any name may stand beside these."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    local: dict[str, Any] = Field(default_factory=dict)
+    """What a deployment that is made from `stages` has besides its own."""
+    stages: dict[str, str] = Field(default_factory=dict)
+    """By entrypoint, the first words of a description: a flow that is deployed with every preset."""
+
+
 class _File(_Strict):
-    definitions: dict[str, Any] = Field(default_factory=dict)
+    definitions: _Definitions = _Definitions()
     deployments: tuple[DeploymentEntry, ...] = Field(min_length=1)
 
 
 def read_prefect_yaml(checkout: Path) -> dict[str, DeploymentEntry]:
-    """Return the deployments of a checkout by their full names, `flow/deployment`.
+    """Return the deployments of a checkout by their full names, `flow/deployment`: the file's, and those of its stages.
 
     Raises:
         ServiceError: if anything in the file is not as it must be: one sentence with the place.
     """
     path = checkout / FILE_NAME
     try:
-        entries = _File.model_validate(load_yaml(path)).deployments
+        file = _File.model_validate(load_yaml(path))
     except OSError as error:
         raise ServiceError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
@@ -153,20 +164,70 @@ def read_prefect_yaml(checkout: Path) -> dict[str, DeploymentEntry]:
     except ValueError as error:  # the text itself
         raise ServiceError(str(error)) from None
     found: dict[str, DeploymentEntry] = {}
-    for entry in entries:
+    for entry in file.deployments:
         name = f"{_check_entrypoint(path, checkout, entry)}/{entry.name}"
         if name in found:
             raise ServiceError(f"{path}: there are two deployments {name}")
         for schedule in entry.schedules:
             _check_schedule(path, name, schedule)
         found[name] = entry
-    return found
+    return found | _stages(path, checkout, file.definitions, found)
+
+
+def _stages(
+    path: Path, checkout: Path, definitions: _Definitions, found: Mapping[str, DeploymentEntry]
+) -> dict[str, DeploymentEntry]:
+    """Return a deployment of each stage with each preset, but those that the file has itself.
+
+    A preset's block of the whole chain gives its stages their tags, and the actor that it names: there is no SFT then,
+    and the evaluation is still of what PPO made.
+    """
+    made: dict[str, DeploymentEntry] = {}
+    for entrypoint, description in definitions.stages.items():
+        flow = _flow_of(f"{path}: definitions.stages", checkout, entrypoint)
+        for preset in _presets(checkout):
+            name, whole = f"{flow.name}/{preset}", found.get(f"pipeline/{preset}")
+            given = {"preset": preset} if whole is None else whole.parameters
+            if name in found or (flow.name == "sft" and "actor" in given):
+                continue
+            taken = [key for key in given if key in flow.parameters and (key, flow.name) != ("actor", "evaluate")]
+            block = {
+                "name": preset,
+                "entrypoint": entrypoint,
+                "description": f"{description} with the preset {preset} (docs/presets.md).",
+                "tags": ("resumes", preset) if whole is None else whole.tags,
+                "parameters": {key: given[key] for key in taken},
+            }
+            try:
+                made[name] = DeploymentEntry.model_validate({**definitions.local, **block})
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(str(part) for part in first["loc"])
+                raise ServiceError(
+                    f"{path}: {name} is made from definitions.local, whose {where} is not as it must be: {first['msg']}"
+                ) from None
+    return made
+
+
+class _Flow(NamedTuple):
+    name: str
+    parameters: tuple[str, ...]
 
 
 def _check_entrypoint(path: Path, checkout: Path, entry: DeploymentEntry) -> str:
-    """Return the flow's name, read from the source: importing five flows to look at a file takes seconds."""
-    file, function = entry.entrypoint.split(":")
+    """Return the name of a deployment's flow."""
     place = f"{path}: deployment {entry.name} ({entry.entrypoint})"
+    flow = _flow_of(place, checkout, entry.entrypoint)
+    for name in entry.parameters:
+        if name not in flow.parameters:
+            raise ServiceError(f"{place}: parameter {name!r} is none of {', '.join(flow.parameters)}")
+    _check_preset(place, checkout, entry)
+    return flow.name
+
+
+def _flow_of(place: str, checkout: Path, entrypoint: str) -> _Flow:
+    """Return a flow as its source says: importing five flows to look at a file takes seconds."""
+    file, _, function = entrypoint.partition(":")
     try:
         module = ast.parse((checkout / file).read_text(encoding="utf-8"))
     except OSError as error:
@@ -178,12 +239,7 @@ def _check_entrypoint(path: Path, checkout: Path, entry: DeploymentEntry) -> str
     flow_name = _flow_name(node)
     if flow_name is None:
         raise ServiceError(f"{place}: {function} is no flow; decorate it with @flow")
-    arguments = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
-    for name in entry.parameters:
-        if name not in arguments:
-            raise ServiceError(f"{place}: parameter {name!r} is none of {', '.join(arguments)}")
-    _check_preset(place, checkout, entry)
-    return flow_name
+    return _Flow(flow_name, tuple(argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)))
 
 
 def _flow_name(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
@@ -198,9 +254,13 @@ def _flow_name(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
     return None
 
 
+def _presets(checkout: Path) -> list[str]:
+    return sorted(file.stem for file in (checkout / "flows" / "presets").glob("*.yaml"))
+
+
 def _check_preset(place: str, checkout: Path, entry: DeploymentEntry) -> None:
     preset = entry.parameters.get("preset")
-    presets = sorted(file.stem for file in (checkout / "flows" / "presets").glob("*.yaml"))
+    presets = _presets(checkout)
     if preset is not None and preset not in presets:
         near = get_close_matches(str(preset), presets) or presets
         raise ServiceError(f"{place}: there is no preset {preset!r}; did you mean {' or '.join(near) or 'none'}?")

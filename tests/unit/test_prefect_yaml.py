@@ -44,20 +44,45 @@ def read(checkout: Path, *entries: dict[str, Any], **top: Any) -> dict[str, Depl
 
 
 def test_the_deployments_of_this_checkout_are_the_promised_ones() -> None:
-    assert set(read_prefect_yaml(CHECKOUT)) == {
-        "pipeline/quickstart",
-        "pipeline/evidence",
-        "pipeline/hh-rlhf",
-        "pipeline/gsm8k",
-        "pipeline/qwen-gsm8k",
-        "pipeline/llama7b",
-        "pipeline/nightly",
-        "ppo/llama7b",
-        "ppo/quickstart",
-        "sft/quickstart",
-        "reward-model/quickstart",
-        "evaluate/quickstart",
-    }
+    presets = {file.stem for file in (CHECKOUT / "flows" / "presets").glob("*.yaml")}
+    stages = ("pipeline", "sft", "reward-model", "ppo", "evaluate")
+    every = {f"{stage}/{preset}" for stage in stages for preset in presets}
+    found = read_prefect_yaml(CHECKOUT)
+    assert set(found) == every - {"sft/qwen-gsm8k"} | {"pipeline/nightly"}
+    assert all(found[name].parameters["preset"] == name.partition("/")[2] for name in every & set(found))
+    assert found["ppo/qwen-gsm8k"].parameters == {"preset": "qwen-gsm8k", "actor": "model/base"}
+    assert found["evaluate/qwen-gsm8k"].parameters == {"preset": "qwen-gsm8k"}
+
+
+STAGES = {
+    "local": {"work_pool": {"name": "rlhf"}, "enforce_parameter_schema": True},
+    "stages": {"flows/shift.py:shift": "The shift"},
+}
+
+
+def test_a_preset_without_a_block_is_a_deployment_and_a_block_wins(checkout: Path) -> None:
+    (checkout / "flows" / "presets" / "mine.yaml").write_text("name: mine\n")
+    found = read(checkout, entry(name="small"), definitions=STAGES)
+    assert [found[f"night-shift/{name}"].description for name in ("small", "mine")] == [
+        "The night shift.",
+        "The shift with the preset mine (docs/presets.md).",
+    ]
+    assert found["night-shift/mine"].parameters == {"preset": "mine"}
+    assert found["night-shift/mine"].tags == ("resumes", "mine")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"local": {}}, r"night-shift/small is made from definitions\.local, whose enforce_parameter_schema is not as"),
+        ({"stages": {"flows/shift.py:gone": "x"}}, r"definitions\.stages: flows/shift\.py has no function 'gone'"),
+    ],
+)
+def test_a_mistake_in_what_stages_are_made_from_is_refused(
+    checkout: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ServiceError, match=sentence):
+        read(checkout, entry(), definitions=STAGES | changes)
 
 
 def test_every_schedule_of_this_checkout_is_inactive_until_a_data_source_is_set() -> None:

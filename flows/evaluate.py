@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prefect import flow
 
 from flows.begin import begin
 from flows.end import ends_without_news, finished, made
+from flows.presets.form import Overrides, Preset, Seed
 from tasks.evaluate import contestants, evaluate_policy, find_judge
 from tasks.one_process import one_process
 from tasks.report.write import show_evaluations
@@ -22,13 +21,13 @@ from tasks.trackers import track, with_trackers
 @with_trackers
 @ends_without_news()
 def evaluate(
-    preset: str = "quickstart",
+    preset: Preset = "quickstart",
     model: str | None = None,
     actor: str | None = None,
     reward_model: str | None = None,
     data: str | None = None,
-    seed: int | None = None,
-    overrides: dict[str, Any] | None = None,
+    seed: Seed | None = None,
+    overrides: Overrides | None = None,
     name: str | None = None,
 ) -> dict[str, StageResult]:
     """Evaluate a policy, and beside it what PPO started from, the base model, and the champion.
@@ -40,7 +39,7 @@ def evaluate(
         reward_model: scores the answers where `evaluation.judge` is `reward_model`; default: the latest of the project.
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         seed: seed of the problems.
-        overrides: configuration by dotted key.
+        overrides: configuration by section, or by dotted key such as `ppo.lr`; what is not given stays the preset's.
         name: the project, after which artifacts are named; default: made from preset and data.
     """
     config, dataset, actor, reward_model = begin(

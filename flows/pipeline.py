@@ -12,6 +12,7 @@ from flows.begin import begin
 from flows.end import ends_without_news, finished, unfinished
 from flows.evaluate import evaluate
 from flows.ppo import ppo
+from flows.presets.form import Episodes, Overrides, Preset, Seed
 from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
 from tasks.arrivals import count_as_learnt, write_nothing_new
@@ -36,14 +37,14 @@ from tasks.trackers import track_report, with_trackers
 @with_lines_of_stages
 @ends_without_news(write_nothing_new)
 def pipeline(
-    preset: str = "quickstart",
+    preset: Preset = "quickstart",
     model: str | None = None,
     actor: str | None = None,
     reward_model: str | None = None,
     data: str | None = None,
-    episodes: int | None = None,
-    seed: int | None = None,
-    overrides: dict[str, Any] | None = None,
+    episodes: Episodes | None = None,
+    seed: Seed | None = None,
+    overrides: Overrides | None = None,
     name: str | None = None,
     as_of: str | None = None,
 ) -> Decision | None:
@@ -60,7 +61,7 @@ def pipeline(
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         episodes: number of PPO episodes.
         seed: seed of everything random.
-        overrides: configuration by dotted key.
+        overrides: configuration by section, or by dotted key such as `ppo.lr`; what is not given stays the preset's.
         name: the project, after which artifacts are named; default: made from preset and data.
         as_of: where data arrive, a day such as 2026-11-27: what had arrived by its end; default: all that has.
     """

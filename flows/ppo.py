@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prefect import flow
 
 from flows.begin import begin
 from flows.end import ends_without_news, finished, made
+from flows.presets.form import Episodes, Overrides, Preset, Seed
 from tasks.clusters import end_cluster
 from tasks.context import is_alone
 from tasks.forecast import foretell
@@ -33,14 +32,14 @@ from tasks.trackers import track_ppo, with_trackers
 @with_trackers
 @ends_without_news()
 def ppo(
-    preset: str = "quickstart",
+    preset: Preset = "quickstart",
     model: str | None = None,
     actor: str | None = None,
     reward_model: str | None = None,
     data: str | None = None,
-    episodes: int | None = None,
-    seed: int | None = None,
-    overrides: dict[str, Any] | None = None,
+    episodes: Episodes | None = None,
+    seed: Seed | None = None,
+    overrides: Overrides | None = None,
     name: str | None = None,
 ) -> StageResult | None:
     """Improve a policy with PPO; goes on from the last committed episode of the same configuration and inputs.
@@ -55,7 +54,7 @@ def ppo(
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         episodes: number of episodes.
         seed: seed of everything random.
-        overrides: configuration by dotted key.
+        overrides: configuration by section, or by dotted key such as `ppo.lr`; what is not given stays the preset's.
         name: the project, after which artifacts are named; default: made from preset and data.
     """
     config, dataset, actor, reward_model = begin(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prefect import flow
 
 from flows.begin import begin
 from flows.end import ends_without_news, finished, made
+from flows.presets.form import Overrides, Preset, Seed
 from tasks.one_process import one_process
 from tasks.report.write import show_training
 from tasks.results import StageResult
@@ -22,12 +21,12 @@ from tasks.trackers import track, with_trackers
 @with_trackers
 @ends_without_news()
 def sft(
-    preset: str = "quickstart",
+    preset: Preset = "quickstart",
     model: str | None = None,
     actor: str | None = None,
     data: str | None = None,
-    seed: int | None = None,
-    overrides: dict[str, Any] | None = None,
+    seed: Seed | None = None,
+    overrides: Overrides | None = None,
     name: str | None = None,
 ) -> StageResult:
     """Fine-tune the base model, or go on from another, on demonstrations.
@@ -38,7 +37,7 @@ def sft(
         actor: SFT model or policy to go on from, such as `sft/quickstart@1`; default: the base model.
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         seed: seed of everything random.
-        overrides: configuration by dotted key.
+        overrides: configuration by section, or by dotted key such as `ppo.lr`; what is not given stays the preset's.
         name: the project, after which artifacts are named; default: made from preset and data.
     """
     config, dataset, actor, _ = begin(

@@ -22,7 +22,8 @@ _WORDS = {
     "null": "null",
 }
 _PARAMETER_OF = {"name": "name", "model.path": "model", "ppo.episodes": "episodes", "seed": "seed"}
-_LONGEST_SHOWN = 120
+_OF_CONFIGURATION = {"preset", "episodes", "seed", "overrides"}
+_LONGEST_SHOWN, _LONGEST_REASON = 120, 300
 
 
 def read_parameters(pairs: Sequence[str]) -> dict[str, Any]:
@@ -61,25 +62,36 @@ def _value(name: str, text: str) -> Any:
         return text
 
 
-def check_parameters(deployment: str, parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+def check_parameters(
+    deployment: str, parameters: Mapping[str, Any], schema: Mapping[str, Any], *, configured: bool = False
+) -> None:
     """Refuse what a deployment's schema refuses, as the server would, but in words.
 
     Args:
         deployment: its name.
         parameters: by name, as they were given.
         schema: of the deployment's parameters, as the server has it.
+        configured: whether `check_configuration` follows: what is of the right kind is left to its sentences.
 
     Raises:
         ConfigError: which parameter, what is expected, what came.
     """
+    from jsonschema.exceptions import best_match
     from prefect.utilities.schema_tools.validation import validate
 
     known = schema.get("properties", {})
     for name, value in parameters.items():
         if name not in known:
             raise ConfigError(_unknown(deployment, name, value, known))
-        if validate({name: value}, {**schema}, ignore_required=True):
+        wrong = best_match(validate({name: value}, {**schema}, ignore_required=True))
+        kinds = [{"type": each["type"]} for each in _kinds(known[name]) if "type" in each]
+        if wrong is None:
+            continue
+        if not kinds or validate({name: value}, {"properties": {name: {"anyOf": kinds}}}):
             raise ConfigError(f"{deployment}: {name} must be {_wanted(known[name])}, but it is {_given(value)}")
+        if not (configured and name in _OF_CONFIGURATION):
+            where = ".".join(map(str, wrong.absolute_path))
+            raise ConfigError(f"{deployment}: {where} is not as it must be: {wrong.message:.{_LONGEST_REASON}}")
 
 
 def _unknown(deployment: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
@@ -100,9 +112,13 @@ def _unknown(deployment: str, name: str, value: Any, known: Mapping[str, Any]) -
     return f"{deployment} has no parameter {name!r}{hint}; its parameters are {', '.join(known) or 'none'}"
 
 
+def _kinds(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(schema.get("anyOf", [schema]))
+
+
 def _wanted(schema: Mapping[str, Any]) -> str:
     """Return in words what a parameter takes."""
-    kinds = [str(each.get("type")) for each in schema.get("anyOf", [schema])]
+    kinds = [str(each.get("type")) for each in _kinds(schema)]
     return " or ".join(_WORDS.get(kind, f"of the form {json.dumps(schema)}") for kind in kinds)
 
 

@@ -236,7 +236,7 @@ async def _start(client: Any, found: Any, deployment: str, parameters: dict[str,
 
     schema = found.parameter_openapi_schema or {}
     known = schema.get("properties", {})
-    check_parameters(deployment, parameters, schema)
+    check_parameters(deployment, parameters, schema, configured=here and "preset" in known)
     if "preset" in known:  # a flow of ours
         parameters = placed(parameters, here=here)
         if here:

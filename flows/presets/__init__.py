@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -54,8 +54,8 @@ def resolve(
         model: packaged name, directory or hub name of the base model.
         episodes: PPO episodes.
         seed: seed of everything random.
-        overrides: values by dotted key, such as `{"ppo.lr": 1e-5}`; they win over the other parameters, and null
-            clears what the preset says of a list, a free mapping or an option.
+        overrides: values by dotted key, such as `{"ppo.lr": 1e-5}`, or by section, `{"ppo": {"lr": 1e-5}}`; they win
+            over the other parameters, and null clears what the preset says of a list, a free mapping or an option.
 
     Raises:
         ConfigError: the preset is unknown, a key is unknown, a value is out of its range, or sizes exclude each other.
@@ -117,7 +117,7 @@ def draft_of(
         changes["ppo.episodes"] = episodes
     if seed is not None:
         changes["seed"] = seed
-    changes |= overrides or {}
+    changes |= _by_key(overrides or {})
     if goes_on:
         changes = {key: value for key, value in changes.items() if key not in FORMER}
     faults = _changed(values, changes)
@@ -139,6 +139,20 @@ def draft_of(
     assert sizes is not None  # what is no size has been refused
     assert settled is not None
     return Draft(config, sizes, settled.complaints, settled.instead)
+
+
+def _by_key(values: Mapping[str, Any], config: type[BaseModel] = PipelineConfig, prefix: str = "") -> dict[str, Any]:
+    """Return overrides by dotted key, in order: what stands under a section's name sets these keys alone."""
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        field = config.model_fields.get(name)
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        inner = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
+        if inner is not None and get_origin(kinds[0]) is not tuple and isinstance(value, Mapping) and value:
+            changes |= _by_key(value, inner, f"{prefix}{name}.")
+        else:  # {} empties a section
+            changes[f"{prefix}{name}" if prefix else name] = value
+    return changes
 
 
 def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> list[Fault]:

@@ -18,7 +18,7 @@ SCHEMA = parameter_schema(pipeline).model_dump(by_alias=True)
 
 def judged(*pairs: str) -> dict[str, Any]:
     parameters = read_parameters(pairs)
-    check_parameters("pipeline/quickstart", parameters, SCHEMA)
+    check_parameters("pipeline/quickstart", parameters, SCHEMA, configured=True)
     check_configuration({"preset": "quickstart", **parameters})
     return parameters
 
@@ -178,3 +178,17 @@ def test_a_model_is_the_callers_where_it_is_a_directory(folder: Path) -> None:
             "model.path": meant,
             "model": {"path": meant},
         }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"preset": "quikstart"}, "preset is not as it must be: 'quikstart' is not one of"),
+        ({"episodes": 0}, "episodes is not as it must be: 0 is less than the minimum of 1"),
+        ({"overrides": {"ppo": {"lr": -1}}}, "overrides.ppo.lr is not as it must be: -1 is less"),
+        ({"overrides": {"ppo.rate": 1}}, "overrides.ppo.rate is not as it must be: 1 .* no configuration key"),
+    ],
+)
+def test_what_a_run_on_another_machine_would_refuse_is_refused_by_its_schema(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_parameters("pipeline/quickstart", wrong, SCHEMA)

@@ -188,7 +188,7 @@ def test_a_preset_trains_with_one_plain_process_unless_told_otherwise(preset: st
     ("overrides", "sizes"),
     [
         ({"ppo.prompts_per_episode": 48}, (48, 24, 24, 12)),
-        ({"ppo": {"prompts_per_episode": 48}}, (48, 24, 24, 24)),
+        ({"ppo": {"prompts_per_episode": 48}}, (48, 24, 24, 12)),  # what a section does not name stays
         ({"ppo.prompts_per_episode": "48"}, (48, 24, 24, 12)),  # a text that the configuration takes as a number
         ({"ppo.chunk_size": 7}, (56, 7, 28, 14)),
         ({"ppo.num_trainers": 3}, (60, 30, 20, 10)),

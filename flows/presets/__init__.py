@@ -148,9 +148,11 @@ def _by_key(values: Mapping[str, Any], config: type[BaseModel] = PipelineConfig,
         field = config.model_fields.get(name)
         kinds = () if field is None else (field.annotation, *get_args(field.annotation))
         inner = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
-        if inner is not None and get_origin(kinds[0]) is not tuple and isinstance(value, Mapping) and value:
+        is_section = inner is not None and get_origin(kinds[0]) is not tuple
+        # {} switches on what may be None; of another section it names nothing, and Prefect's form sends it untouched
+        if inner is not None and is_section and isinstance(value, Mapping) and (value or type(None) not in kinds):
             changes |= _by_key(value, inner, f"{prefix}{name}.")
-        else:  # {} empties a section
+        else:
             changes[f"{prefix}{name}" if prefix else name] = value
     return changes
 

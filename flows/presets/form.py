@@ -119,6 +119,8 @@ def _field(name: str, schema: Schema) -> Schema:
     """Return a field's schema with what its validators take besides: null that empties, a path for a source."""
     said = {"description": schema.pop("description")} if "description" in schema else {}
     kind, rest = schema.get("type"), schema
+    if {"type": "boolean"} in schema.get("anyOf", [schema]):  # a box that is not ticked would be sent as false
+        return {"enum": [True, False, *([None] if "anyOf" in schema else [])], **said}
     if kind == "array" and "path" in schema.get("items", {}).get("properties", {}):
         path, source = {"type": "string", "minLength": 1}, schema["items"]
         each = {"anyOf": [path, _without_help(source)]}

@@ -124,7 +124,7 @@ BATCHES = {"ppo.chunk_size": 8, "ppo.train_batch_size": 8, "ppo.micro_batch_size
         (evaluate, TALKS, {}, ["no answer", "evaluation.judge"]),
         (reward_model, TALKS, {}, ["reward model needs pairs", "data.preferences"]),
         (sft, [{"prompt": f"Say {n}"} for n in range(40)], {}, ["nothing to learn", "data.demonstrations"]),
-        (sft, PROBLEMS, {"template": {}}, ["no chat template", "template.prompt", "template.chat_template"]),
+        (sft, PROBLEMS, {"template.prompt": None}, ["no chat template", "template.prompt", "template.chat_template"]),
         (
             sft,
             PROBLEMS,

@@ -92,6 +92,7 @@ def test_a_form_sends_nothing_that_was_not_touched() -> None:
     told = json.dumps(overrides_schema())
     assert '"default":' not in told.replace('"default": {"title"', "").replace('"default": {"enum"', "")  # lint's key
     assert '"required"' not in told
+    assert '"type": "boolean"' not in json.dumps(overrides_schema()["properties"]["ppo"])  # it would be sent as false
 
 
 @pytest.mark.parametrize("flow", [pipeline, sft, reward_model, ppo, evaluate], ids=lambda flow: flow.name)

@@ -215,9 +215,14 @@ def test_a_preset_on_its_own_data_keeps_its_sizes(key: str) -> None:
         assert not [name for name in most | least if name.startswith("data.splits")]
 
 
-def test_a_section_that_is_replaced_is_no_more_the_presets() -> None:
-    [fixed] = draft_of("gsm8k", overrides={"ppo": {}}).sizes.fixed
-    assert not [name for name in fixed if name.startswith("ppo.")]
+def test_a_section_changes_what_it_names_and_leaves_the_rest_to_the_preset() -> None:
+    preset = resolve("qwen-gsm8k")
+    assert resolve("qwen-gsm8k", overrides={"ppo": {}, "template": {}, "gate": {"conditions": {}}}) == preset
+    changed = resolve("qwen-gsm8k", overrides={"ppo": {"lora": {"r": 8}, "reward": {}}, "data": {"arrivals": None}})
+    assert changed.ppo.lora is not None
+    assert (changed.ppo.lora.r, changed.ppo.lora.alpha, changed.ppo.lr) == (8, 32, preset.ppo.lr)
+    assert resolve("gsm8k", overrides={"data": {"arrivals": {}}}).data.arrivals is not None
+    assert resolve("gsm8k", overrides={"data": {"evaluation": {"path": "x"}}}).data.evaluation[0].subset is None
 
 
 def test_a_slip_of_some_zeros_is_told_soon() -> None:

@@ -226,7 +226,7 @@ def test_a_model_without_a_chat_template_needs_a_template(tmp_path: Path) -> Non
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(directory)
     config = with_data(
-        resolve("quickstart", model=str(directory), overrides=SMALL | {"template": {}}),
+        resolve("quickstart", model=str(directory), overrides=SMALL | {"template.prompt": None, "template.stop": None}),
         write(tmp_path / "p.jsonl", ROWS["problems"]),
     )
     with pytest.raises(ConfigError, match=r"no chat template.*template\.prompt"):

@@ -34,6 +34,7 @@ from prefect.types._datetime import now
 
 from infra.server_database import (
     ask_later_while_it_is_away,
+    check_schemas_once,
     collect_in_a_thread,
     count_requests_alone,
     look_less_often,
@@ -273,4 +274,5 @@ vars(triggers)["automations_session"] = automations_session
 look_less_often()
 write_in_turn()
 ask_later_while_it_is_away()
+check_schemas_once()
 count_requests_alone()  # before runs come back to a server that was killed, each with its sockets

@@ -17,6 +17,10 @@ and those that want it are served in the order in which they came.
 *Idleness.* The queue of the server's own work (Docket, in memory) is looked at twenty times a second, day and night,
 and Prefect has no setting for it. Nothing in it has to be done within a second.
 
+*Schemas.* Prefect checks the schema of a deployment's parameters twice when it is registered, and once for each run
+that is made: a third of a second for what our form is drawn from, in which nothing else is answered. Here a schema is
+checked once.
+
 A PostgreSQL may be away, as after a crash. Prefect answers 500 then, which clients take for a fault that stays. Here it
 answers that it wants to be asked later, and runs wait as they wait for a server that is away.
 """
@@ -25,20 +29,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from burner_redis.pubsub import PubSub
 from docket.dependencies import current_worker
+from jsonschema.validators import Draft202012Validator
 from prefect.server.api import server
 from prefect.server.api.server import RequestLimitMiddleware
 from prefect.server.database.configurations import AioSqliteConfiguration
+from prefect.utilities.schema_tools import validation
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
@@ -47,6 +55,8 @@ EVERY_S = 1.0
 LOOK_S = 1.0
 ALL_EVERY = 60
 """One of so many collections looks at old objects too; the whole server waits a fraction of a second for it."""
+SCHEMAS = 64
+"""How many are remembered: ours are five."""
 TURN_S = 60.0
 """How long a transaction waits for its turn, before it tries as Prefect's do: sqlite's own wait for the lock."""
 _started = threading.Lock()
@@ -72,6 +82,12 @@ def ask_later_while_it_is_away() -> None:
     server.is_client_retryable_exception = _is_away_or_passes
 
 
+def check_schemas_once() -> None:
+    """Let this process's server remember which schemas it has found to be valid."""
+    for validator in (Draft202012Validator, validation._VALIDATOR):
+        validator.check_schema = _once(validator.check_schema)
+
+
 def look_less_often() -> None:
     """Have the server whose service calls this look for work of its own once a second."""
     worker = current_worker.get(None)
@@ -90,6 +106,14 @@ def collect_in_a_thread() -> None:
     gc.collect()
     gc.freeze()
     threading.Thread(target=_collect, name="garbage", daemon=True).start()
+
+
+def _once(check: Callable[..., None]) -> Callable[..., None]:
+    @lru_cache(SCHEMAS)
+    def check_text(schema: str, **options: Any) -> None:
+        check(json.loads(schema), **options)
+
+    return lambda schema, **options: check_text(json.dumps(schema), **options)
 
 
 def _is_away_or_passes(exc: Exception) -> bool:

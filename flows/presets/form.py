@@ -36,21 +36,11 @@ class _Drawn:
     So a wrong value that comes past the server is told by the run, in its own sentence.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, schema: Callable[[], Schema]) -> None:
+        self.schema = schema
 
     def __get_pydantic_json_schema__(self, _core: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return deepcopy(_SCHEMAS[self.kind]())  # pydantic writes into it
-
-
-Preset = Annotated[str, _Drawn("preset")]
-"""The name of a preset that is there."""
-Episodes = Annotated[int, _Drawn("episodes")]
-"""As `ppo.episodes`."""
-Seed = Annotated[int, _Drawn("seed")]
-"""As the configuration's `seed`."""
-Overrides = Annotated[dict[str, Any], _Drawn("overrides")]
-"""Values by section (`{"ppo": {"lr": 1e-5}}`) or by dotted key (`{"ppo.lr": 1e-5}`)."""
+        return deepcopy(self.schema())  # pydantic writes into it
 
 
 @cache  # of the thirty deployments that `rlhf up` registers in one process
@@ -68,22 +58,10 @@ def overrides_schema() -> Schema:
     }
 
 
-def _preset_schema() -> Schema:
-    return {"type": "string", "enum": preset_names()}
-
-
 def _range(section: str | None, name: str) -> Schema:
     fields = _configuration()["properties"]
     found = fields[name] if section is None else fields[section]["properties"][name]
     return {key: value for key, value in found.items() if key not in {"title", "description"}}
-
-
-_SCHEMAS = {
-    "preset": _preset_schema,
-    "episodes": lambda: _range("ppo", "episodes"),
-    "seed": lambda: _range(None, "seed"),
-    "overrides": overrides_schema,
-}
 
 
 @cache
@@ -169,3 +147,13 @@ def _without_help(schema: Mapping[str, Any], change: Callable[[Schema], Schema] 
         if isinstance(plain.get(name), Mapping):
             plain[name] = _without_help(schema[name], change)
     return change(plain)
+
+
+Preset = Annotated[str, _Drawn(lambda: {"type": "string", "enum": preset_names()})]
+"""The name of a preset that is there."""
+Episodes = Annotated[int, _Drawn(lambda: _range("ppo", "episodes"))]
+"""As `ppo.episodes`."""
+Seed = Annotated[int, _Drawn(lambda: _range(None, "seed"))]
+"""As the configuration's `seed`."""
+Overrides = Annotated[dict[str, Any], _Drawn(overrides_schema)]
+"""Values by section (`{"ppo": {"lr": 1e-5}}`) or by dotted key (`{"ppo.lr": 1e-5}`)."""

@@ -7,15 +7,14 @@ last, what it says now, and what the server has.
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
-
-import yaml
 
 from infra.errors import ServiceError
 from infra.services import prefect_api
@@ -24,7 +23,6 @@ from infra.services.service import last_words
 
 _TIMEOUT_S = 180
 _ABSENT: Final = object()
-_BRACES_APART = "{\u200b{"
 _FORMER_ZONE = "Etc/UTC"
 Values = dict[str, Any]
 """What a person can set of a deployment, by name; `parameters`, `tags`, `schedules`, `job_variables` by theirs."""
@@ -63,58 +61,60 @@ def deploy(
     Args:
         checkout: where `prefect.yaml` lies.
         api_url: the Prefect server's.
-        environment: of Prefect's command.
+        environment: of the process that imports the flows.
         log: where its output goes.
         entries: the file's deployments.
         said_before: what this function returned the last time.
         directory: where runs have the checkout; None: here.
 
     Raises:
-        ServiceError: if Prefect refused one.
+        ServiceError: if a flow cannot be imported, or Prefect refused a deployment.
     """
+    flows = _read_flows(checkout, environment, log, {entry.entrypoint for entry in entries.values()})
+    place = str(directory or checkout.resolve())
     says = {name: entry.values() for name, entry in entries.items()}
-    wanted = dict(says)
-    for name in entries:
+    for name, entry in entries.items():
+        values = says[name]
         if (there := prefect_api.deployment(api_url, name)) is not None:
             theirs = _values_of(there)
-            before = _assumed(says[name], theirs) | said_before.get(name, {})
-            wanted[name] = _merged(before, theirs, says[name])
-    told: Values = {"deployments": [_apart(entries[name].with_values(wanted[name])) for name in entries]}
-    if directory is not None:
-        told["pull"] = [{"prefect.deployments.steps.set_working_directory": {"directory": directory}}]
-    _run_prefect_deploy(checkout, environment, log, told)
-    for name in entries:
-        there = prefect_api.deployment(api_url, name)
-        if there is None:
-            raise ServiceError(f"`prefect deploy --all` succeeded, but there is no deployment {name}")
-        _put_braces_back(api_url, there)
+            values = _merged(_assumed(values, theirs) | said_before.get(name, {}), theirs, values)
+        flow = flows[entry.entrypoint]
+        flow_id = prefect_api.call(api_url, "POST", "/flows/", {"name": flow["name"]})["id"]
+        made = {"flow_id": flow_id, "version": flow["version"], "parameter_openapi_schema": flow["parameters"]}
+        try:
+            answer = prefect_api.call(api_url, "POST", "/deployments/", made | _body(entry, values, place))
+        except ServiceError as error:
+            raise ServiceError(f"deployment {name} cannot be registered: {error}") from None
+        if answer is None:
+            pool = entry.work_pool.name
+            raise ServiceError(f"deployment {name} cannot be registered: there is no work pool {pool!r}")
     return says
 
 
-def _apart(value: Any) -> Any:
-    """Return a value with its double braces apart: `prefect deploy` would fill them, with secrets of blocks, too."""
-    return _mapped(value, lambda text: text.replace("{{", _BRACES_APART))
-
-
-def _put_braces_back(api_url: str, deployment: Mapping[str, Any]) -> None:
-    def whole(value: Any) -> Any:
-        return _mapped(value, lambda text: text.replace(_BRACES_APART, "{{"))
-
-    path = f"/deployments/{deployment['id']}"
-    values = {key: deployment[key] for key in ("description", "parameters", "tags", "job_variables")}
-    if braced := {key: whole(value) for key, value in values.items() if whole(value) != value}:
-        prefect_api.call(api_url, "PATCH", path, braced)
-    for each in deployment["schedules"]:
-        if (parameters := whole(each["parameters"])) != each["parameters"]:
-            prefect_api.call(api_url, "PATCH", f"{path}/schedules/{each['id']}", {"parameters": parameters})
-
-
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(key): _mapped(each, change) for key, each in value.items()}
-    return [_mapped(each, change) for each in value] if isinstance(value, list | tuple) else value
+def _body(entry: DeploymentEntry, values: Values, directory: str) -> dict[str, Any]:
+    """Return a deployment as the server takes it, which fills no braces in its values."""
+    schedules = []
+    for slug, each in values["schedules"].items():
+        when = {key: value for key, value in each.items() if key not in {"active", "parameters"}}
+        schedule = {"schedule": when, "active": each["active"], "parameters": each["parameters"]}
+        schedules.append(schedule if slug.startswith(NAMELESS) else {"slug": slug, **schedule})
+    limit, options = values["concurrency_limit"], None
+    if isinstance(limit, dict):
+        options = {key: value for key, value in limit.items() if key != "limit"}
+        limit = limit["limit"]
+    return {
+        **{key: values[key] for key in ("description", "paused", "parameters", "job_variables")},
+        "name": entry.name,
+        "entrypoint": entry.entrypoint,
+        "enforce_parameter_schema": entry.enforce_parameter_schema,
+        "tags": list(values["tags"]),
+        "schedules": schedules,
+        "concurrency_limit": limit,
+        "concurrency_options": options,
+        "work_pool_name": entry.work_pool.name,
+        "work_queue_name": entry.work_pool.work_queue_name,
+        "pull_steps": [{"prefect.deployments.steps.set_working_directory": {"directory": directory}}],
+    }
 
 
 def differences(api_url: str, entries: Mapping[str, DeploymentEntry]) -> dict[str, list[str]]:
@@ -208,15 +208,16 @@ def _of_both(file: Values, theirs: Values) -> Values:
     }
 
 
-def _run_prefect_deploy(checkout: Path, environment: Mapping[str, str], log: Path, told: Values) -> None:
+def _read_flows(
+    checkout: Path, environment: Mapping[str, str], log: Path, entrypoints: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    """Return what `describe_flows` finds, from a process of its own: Prefect's import alone takes seconds."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=log.parent) as file, log.open("wb") as output:
-        yaml.safe_dump(told, file)
-        file.flush()
-        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", file.name]
+    with tempfile.NamedTemporaryFile(suffix=".json", dir=log.parent) as found, log.open("wb") as output:
+        code = "import sys; from infra.services.deployments import describe_flows; describe_flows(*sys.argv[1:])"
         try:
             status = subprocess.run(
-                command,
+                [sys.executable, "-c", code, found.name, *sorted(entrypoints)],
                 cwd=checkout,
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
@@ -226,6 +227,24 @@ def _run_prefect_deploy(checkout: Path, environment: Mapping[str, str], log: Pat
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
-            raise ServiceError(f"`prefect deploy --all` did not end within {_TIMEOUT_S} s: {last_words(log)}") from None
-    if status != 0:
-        raise ServiceError(f"`prefect deploy --all` refused: {last_words(log)}")
+            raise ServiceError(f"the flows were not imported within {_TIMEOUT_S} s: {last_words(log)}") from None
+        if status != 0:
+            raise ServiceError(f"the flows cannot be imported: {last_words(log)}")
+        return dict(json.load(found))
+
+
+def describe_flows(path: str, *entrypoints: str) -> None:
+    """Write flows' names, versions and parameters' schemas, as a server keeps them, as JSON by entrypoint."""
+    from prefect.flows import load_flow_from_entrypoint  # noqa: PLC0415 - Prefect, which takes seconds
+    from prefect.utilities.callables import parameter_schema  # noqa: PLC0415
+
+    flows: dict[str, Any] = {entrypoint: load_flow_from_entrypoint(entrypoint) for entrypoint in entrypoints}
+    told = {
+        entrypoint: {
+            "name": flow.name,
+            "version": flow.version,
+            "parameters": parameter_schema(flow).model_dump_for_openapi(),
+        }
+        for entrypoint, flow in flows.items()
+    }
+    Path(path).write_text(json.dumps(told), encoding="utf-8")

@@ -114,21 +114,6 @@ class DeploymentEntry(_Strict):
             "job_variables": self.work_pool.job_variables,
         }
 
-    def with_values(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the entry as `prefect deploy` takes it, with other values in the form of `values`."""
-        schedules = [
-            when if slug.startswith(NAMELESS) else {"slug": slug, **when} for slug, when in values["schedules"].items()
-        ]
-        rest = dict(values)
-        work_pool = self.work_pool.model_dump() | {"job_variables": rest.pop("job_variables")}
-        return {
-            **self.model_dump(),
-            **rest,
-            "tags": list(values["tags"]),
-            "schedules": schedules,
-            "work_pool": work_pool,
-        }
-
 
 class _Definitions(BaseModel):
     """What blocks are made from; anchors of any name may stand beside these."""

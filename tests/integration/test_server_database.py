@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from jsonschema import Draft202012Validator, SchemaError
 from prefect.server.api import server
 from prefect.server.database.configurations import AioSqliteConfiguration
+from prefect.utilities.schema_tools import validation
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.requests import Request
 
@@ -87,3 +89,21 @@ def test_a_server_wants_to_be_asked_later_while_its_database_is_away(
     server_database.ask_later_while_it_is_away()
     answer = asyncio.run(server.custom_internal_exception_handler(Request({"type": "http"}), error))
     assert answer.status_code == (503 if later else 500)
+
+
+def test_a_schema_is_checked_once_and_a_wrong_one_is_refused_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    for validator in (Draft202012Validator, validation._VALIDATOR):
+        monkeypatch.setattr(validator, "check_schema", validator.check_schema)  # put back at the end
+    check = Draft202012Validator.check_schema
+    monkeypatch.setattr(Draft202012Validator, "check_schema", lambda schema: (checked.append(schema), check(schema)))
+    server_database.check_schemas_once()
+    right, wrong = {"type": "object"}, {"type": "no type"}
+    for _ in range(2):
+        Draft202012Validator.check_schema(right)
+        with pytest.raises(SchemaError):
+            Draft202012Validator.check_schema(wrong)
+        validation.is_valid_schema(right)
+        with pytest.raises(ValueError, match="no type"):
+            validation.is_valid_schema(wrong)
+    assert checked == [right, wrong, wrong]

@@ -43,11 +43,15 @@ def on_server(**changes: Any) -> dict[str, Any]:
     return deepcopy({**registered, **changes})
 
 
+def body(values: Any, entry: DeploymentEntry = ENTRY) -> Any:
+    return deployments._body(entry, values, "/checkout")
+
+
 def kept(server: dict[str, Any], *, now: DeploymentEntry = ENTRY, before: DeploymentEntry | None = ENTRY) -> Any:
     """Return what is registered where the file said something before, and says something now."""
     theirs = deployments._values_of(server)
     base = deployments._assumed(now.values(), theirs) if before is None else before.values()
-    return now.with_values(deployments._merged(base, theirs, now.values()))
+    return body(deployments._merged(base, theirs, now.values()), now)
 
 
 def told(server: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -56,7 +60,7 @@ def told(server: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_deployment_that_nobody_touched_is_what_the_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kept(on_server()) == ENTRY.with_values(ENTRY.values())
+    assert kept(on_server()) == body(ENTRY.values())
     assert told(on_server(), monkeypatch) == []
     changed = ENTRY.model_copy(update={"parameters": {"preset": "hh-rlhf", "seed": 3}, "tags": ("resumes", "other")})
     result = kept(on_server(), now=changed)
@@ -82,8 +86,8 @@ def test_a_deployment_that_nobody_touched_is_what_the_file_says(monkeypatch: pyt
         ({"paused": True}, "paused", True, "paused: True (the file has False)"),
         (
             {"global_concurrency_limit": {"limit": 2}, "concurrency_options": {"collision_strategy": "ENQUEUE"}},
-            "concurrency_limit",
-            {"limit": 2, "collision_strategy": "ENQUEUE"},
+            "concurrency_options",
+            {"collision_strategy": "ENQUEUE"},
             "concurrency_limit.collision_strategy: 'ENQUEUE'; concurrency_limit.limit: 2",
         ),
         ({"tags": ["resumes", "nightly", "mine"]}, "tags", ["resumes", "nightly", "mine"], "tag 'mine' added"),
@@ -100,8 +104,7 @@ def test_what_a_person_has_set_stays_and_is_told(
 ) -> None:
     now = ENTRY.model_copy(update={"parameters": {"preset": "llama7b", "seed": 3}})
     result = kept(on_server(**changes), now=now, before=before)
-    found = result["work_pool"][key] if key == "job_variables" else result[key]
-    assert found == (becomes | {"seed": 3} if key == "parameters" else becomes)
+    assert result[key] == (becomes | {"seed": 3} if key == "parameters" else becomes)
     assert result["parameters"]["seed"] == 3, "what the file has new comes all the same"
     assert "; ".join(told(on_server(**changes), monkeypatch)) == says
 
@@ -110,26 +113,10 @@ def test_an_upgrade_takes_the_files_own_words_and_zone_but_no_other_zone() -> No
     def zone(former: str) -> tuple[str, str]:
         scheduled = {"slug": "nightly", "schedule": CRON | {"timezone": former}, "active": True, "parameters": {}}
         result = kept(on_server(description="Former words.", schedules=[scheduled]), before=None)
-        return result["description"], result["schedules"][0]["timezone"]
+        return result["description"], result["schedules"][0]["schedule"]["timezone"]
 
     assert zone("Etc/UTC") == ("The night.", "Europe/Berlin")
     assert zone("Asia/Tokyo") == ("The night.", "Asia/Tokyo")
-
-
-def test_prefect_is_given_no_braces_to_fill_and_they_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    secret = "{{ prefect.blocks.secret.mine }}"
-    told = {"env": {"KEY": secret}, "list": [f"a {secret}", 3], "{{ b }}": None}
-    given = deployments._apart(told)
-    assert "{{" not in str(given)
-    calls: list[Any] = []
-    monkeypatch.setattr(prefect_api, "call", lambda *call: calls.append(call[1:]))
-    schedule = {"id": "s", "parameters": deployments._apart({"data": secret})}
-    there = on_server(job_variables=given, description="words", schedules=[schedule])
-    deployments._put_braces_back(URL, {"id": "d", **there})
-    assert calls == [
-        ("PATCH", "/deployments/d", {"job_variables": told}),
-        ("PATCH", "/deployments/d/schedules/s", {"parameters": {"data": secret}}),
-    ]
 
 
 def test_what_a_person_has_taken_away_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +138,13 @@ def test_a_schedule_of_a_persons_own_stays_beside_ours_and_ours_takes_what_the_f
         update={"schedules": (ENTRY.schedules[0].model_copy(update={"cron": "30 3 * * *", "active": False}),)}
     )
     assert kept(on_server(schedules=[switched_on, own]), now=now)["schedules"] == [
-        {"slug": "nightly", "cron": "30 3 * * *", "timezone": "Europe/Berlin", "active": True, "parameters": {}},
-        {**every_hour, "active": True, "parameters": {"seed": 1}},
+        {
+            "slug": "nightly",
+            "schedule": {"cron": "30 3 * * *", "timezone": "Europe/Berlin"},
+            "active": True,
+            "parameters": {},
+        },
+        {"schedule": every_hour, "active": True, "parameters": {"seed": 1}},
     ]
 
 

@@ -52,8 +52,8 @@ def condition_cells(decision: Decision) -> Cells:
     """Return the gate's conditions, the gain first; no rows where nothing was compared."""
     rows: list[tuple[str, ...]] = []
     if decision.p_value is not None and decision.level is not None:
-        outcome = "holds" if decision.p_value <= decision.level else "not shown"
-        rows.append(("gain (p of chance)", f"{decision.p_value:.2g}", f"{decision.level:.2g}", outcome))
+        outcome = "holds" if decision.p_value <= decision.level else "may be chance"
+        rows.append(("gain (p: as large by chance)", f"{decision.p_value:.2g}", f"{decision.level:.2g}", outcome))
     rows += [
         (each.name, number(vars(each), "figure"), f"{each.threshold:g}", _outcome(each)) for each in decision.conditions
     ]

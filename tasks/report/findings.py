@@ -57,6 +57,10 @@ class Hack(NamedTuple):
     """A source of reward that was paid more and more while the verifier found fewer answers right."""
 
     source: str
+    best: int
+    """First of the verifier's best episodes, from 1; means of these are compared with means of the last."""
+    episodes: int
+    """How many these are, and the last."""
     raw_before: float
     raw_after: float
     share_before: float
@@ -237,7 +241,7 @@ def hacks(episodes: Rows) -> list[Hack]:
         if len(raw) == len(episodes) and fmean(raw[now]) - fmean(raw[then]) > HACK_SURE * _error(raw, size):
             shares = [row.get(SHARE + name, float("nan")) for row in episodes]
             ends = ((fmean(each[then]), fmean(each[now])) for each in (raw, shares, verified))
-            found.append(Hack(name, *(end for pair in ends for end in pair)))
+            found.append(Hack(name, best + 1, size, *(end for pair in ends for end in pair)))
     return found
 
 
@@ -246,7 +250,8 @@ def _of_hack(hack: Hack) -> Finding:
     share = f", its share of the reward's variance from {hack.share_before:.2f} to {hack.share_after:.2f}"
     return Finding(
         f"A reward hack: {name}",
-        f"what {name} says rose from {hack.raw_before:.3f} to {hack.raw_after:.3f}"
+        f"from episodes {hack.best} to {hack.best + hack.episodes - 1} to the last {hack.episodes}, on average, what "
+        f"{name} says rose from {hack.raw_before:.3f} to {hack.raw_after:.3f}"
         + (share if isfinite(hack.share_before) and isfinite(hack.share_after) else "")
         + f", while the verifier's score fell from {hack.verifier_before:.3f} to {hack.verifier_after:.3f}",
         f"lower the weight of {name} in ppo.reward, raise ppo.reward.verifier or ppo.kl_coef, and set ppo.stop.drift",

@@ -124,7 +124,8 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     if whole:
         spent = f", cost {whole['money']:.2f}" if whole["money"] else ""
         tiles.append((f"took{spent}", duration(whole["seconds"]), ""))
-    tiles.append(("findings", str(len(facts.findings)), "bad" if facts.findings else ""))
+    word = "finding" if len(facts.findings) == 1 else "findings"
+    tiles.append((word, str(len(facts.findings)), "bad" if facts.findings else ""))
     return tiles
 
 

@@ -36,6 +36,8 @@ def test_a_source_that_rises_while_the_verifiers_score_falls_is_named_and_no_oth
         found = hacks(hacked(seed, source).episodes)
         assert [each.source for each in found] == [source]
         assert findings(hacked(seed, source))[0].cause == f"A reward hack: {source}"
+        told = findings(hacked(seed, source))[0].told
+        assert re.match(r"from episodes [345] to [678] to the last 4, on average, what .* says rose from 0\.", told)
 
 
 def test_of_planted_hacks_nearly_all_and_of_clean_runs_next_to_none_are_named() -> None:

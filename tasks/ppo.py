@@ -457,7 +457,7 @@ class _EndingTheGroupOnFailure:
             return
         if passes(error):
             run_logger().warning("the actors of %s are ended: %s", self._run.name, first_line(error))
-        if not is_lost(self._run.name):  # with all its actors; the next attempt starts another
+        if ray.is_initialized() and not is_lost(self._run.name):  # with all its actors; the next attempt starts another
             try:
                 end_group(self._run)
             except (ray.exceptions.RayError, InfraError, RlhfError, RuntimeError, OSError) as trouble:

@@ -29,6 +29,8 @@ _ENVIRONMENT = {
     # Tries of `ray.init`, each of up to 40 s; the probe before it has its own deadline.
     "RAY_gcs_server_port_wait_time_s": "1",
 }
+# Else a call of Ray's in a process that is not connected, before it is or after, would start another cluster.
+auto_init_hook.enable_auto_connect = False
 
 
 def connect(record: ClusterRecord, timeout_s: float = 30.0, environment: Mapping[str, str] | None = None) -> None:
@@ -49,8 +51,6 @@ def connect(record: ClusterRecord, timeout_s: float = 30.0, environment: Mapping
     if ray.is_initialized():
         _check_connection(record)
         return
-    # Without it, a thread that calls Ray after this process has left would start another cluster.
-    auto_init_hook.enable_auto_connect = False
     ours = record if record.kind == "local" else None
     with credentials(ours), _for_ray(), _at_its_address(record), _signal_handlers():
         _probe(record, timeout_s)

@@ -1,13 +1,32 @@
-"""`ray start` without Ray's client server, run as `python -m infra.clusters.ray_start start --head ...`.
+"""`ray start` as our clusters need it, run as `python -m infra.clusters.ray_start start --head ...`.
 
 Where grpc is installed (TensorBoard brings it), `ray start` insists on a client server: a process of 100 MB on a
 fixed port that would be taken when two clusters run. It has no option against it, only this question.
+
+It gives its own raylet 30 s to register, which a busy machine may exceed, and has no option for that either. Here it
+waits until whoever started it ends it: that one has a deadline, and a setting for it.
 """
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
+from ray._private import services
 from ray.scripts import scripts
+
+_get_node = services.get_node
+
+
+def _node_once_registered(*given: Any) -> Any:
+    while True:
+        try:
+            return _get_node(*given)
+        except RuntimeError:
+            time.sleep(0.1)
+
 
 if __name__ == "__main__":
     scripts.get_ray_client_dependency_error = lambda: "the client server is not wanted"
+    services.get_node = _node_once_registered
     scripts.main()

@@ -309,3 +309,9 @@ def test_a_start_that_takes_too_long_is_told_and_leaves_nothing(tmp_path: Path) 
         lease_cluster("slow", directory=tmp_path, num_cpus=1, object_store_mb=80, start_timeout_s=0.2)
     assert not list(tmp_path.glob("*.json"))
     assert not [entry for entry in tmp_path.rglob("*") if entry.name.startswith("rf-")]
+
+
+def test_a_call_of_a_process_that_is_not_connected_starts_no_cluster() -> None:
+    with pytest.raises(ray.exceptions.RaySystemError, match="not been started"):
+        ray.get_actor("trainer")
+    assert not ray.is_initialized()

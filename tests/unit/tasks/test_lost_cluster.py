@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from flows.cli import train_prompts_on_ray
 from infra.clusters import ClusterRecord, is_lost, lease
@@ -50,12 +51,16 @@ def test_a_cluster_is_lost_when_one_of_rays_own_processes_is(monkeypatch: pytest
         assert is_lost(RUN.name) is expected
 
 
-@pytest.mark.parametrize(("head", "ended"), [((ALIVE, ALIVE), ["night"]), ((GONE, ALIVE), [])])
-def test_a_failed_attempt_asks_nothing_of_a_lost_cluster(
-    monkeypatch: pytest.MonkeyPatch, head: tuple[ProcessRecord, ...], ended: list[str]
+@pytest.mark.parametrize(
+    ("head", "is_connected", "ended"),
+    [((ALIVE, ALIVE), True, ["night"]), ((GONE, ALIVE), True, []), ((ALIVE, ALIVE), False, [])],
+)
+def test_a_failed_attempt_asks_nothing_of_a_lost_cluster_or_before_it_is_connected(
+    monkeypatch: pytest.MonkeyPatch, head: tuple[ProcessRecord, ...], is_connected: bool, ended: list[str]
 ) -> None:
-    """Ray would try for a minute to reach the control server, and then end this very process."""
+    """Ray would try for a minute to reach the control server, and then end this very process; or start a cluster."""
     _hold(monkeypatch, *head)
+    monkeypatch.setattr(ray, "is_initialized", lambda: is_connected)
     asked: list[str] = []
     monkeypatch.setattr(ppo_group, "end_group", lambda run: asked.append(run.name))
     with pytest.raises(LostRankError), ppo._EndingTheGroupOnFailure(RUN):

@@ -80,6 +80,10 @@ def _optional(schema: Mapping[str, Any], types: Mapping[str, Any]) -> Schema:
     }
     if "description" in plain:
         plain["description"] = " ".join(plain["description"].split())
+    for bound in ("minimum", "maximum"):  # a form refuses by these alone, and two refusals would be told as neither
+        if (end := plain.pop(f"exclusive{bound.title()}", None)) is not None:
+            plain[bound] = end
+            plain["not"] = {"enum": [*plain.get("not", {"enum": []})["enum"], end]}
     if "properties" in plain:
         plain["properties"] = {
             name: {"title": name, **_field(name, _optional(each, types))} for name, each in schema["properties"].items()

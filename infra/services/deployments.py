@@ -26,7 +26,7 @@ _ABSENT: Final = object()
 _FORMER_ZONE = "Etc/UTC"
 Values = dict[str, Any]
 """What a person can set of a deployment, by name; `parameters`, `tags`, `schedules`, `job_variables` by theirs."""
-_SOURCES = ("flows/*.py", "flows/presets/*.yaml", "rlhf_core/config/*.py")
+_SOURCES = ("flows/*.py", "flows/presets/*.py", "flows/presets/*.yaml", "rlhf_core/config/*.py")
 
 
 def source_digest(checkout: Path) -> str:
@@ -71,6 +71,8 @@ def deploy(
         ServiceError: if a flow cannot be imported, or Prefect refused a deployment.
     """
     flows = _read_flows(checkout, environment, log, {entry.entrypoint for entry in entries.values()})
+    for flow in flows.values():
+        flow["flow_id"] = prefect_api.call(api_url, "POST", "/flows/", {"name": flow.pop("name")})["id"]
     place = str(directory or checkout.resolve())
     says = {name: entry.values() for name, entry in entries.items()}
     for name, entry in entries.items():
@@ -78,11 +80,9 @@ def deploy(
         if (there := prefect_api.deployment(api_url, name)) is not None:
             theirs = _values_of(there)
             values = _merged(_assumed(values, theirs) | said_before.get(name, {}), theirs, values)
-        flow = flows[entry.entrypoint]
-        flow_id = prefect_api.call(api_url, "POST", "/flows/", {"name": flow["name"]})["id"]
-        made = {"flow_id": flow_id, "version": flow["version"], "parameter_openapi_schema": flow["parameters"]}
+        body = flows[entry.entrypoint] | _body(entry, values, place)
         try:
-            answer = prefect_api.call(api_url, "POST", "/deployments/", made | _body(entry, values, place))
+            answer = prefect_api.call(api_url, "POST", "/deployments/", body)
         except ServiceError as error:
             raise ServiceError(f"deployment {name} cannot be registered: {error}") from None
         if answer is None:
@@ -243,7 +243,9 @@ def describe_flows(path: str, *entrypoints: str) -> None:
         entrypoint: {
             "name": flow.name,
             "version": flow.version,
-            "parameters": parameter_schema(flow).model_dump_for_openapi(),
+            # else the server makes a run of a misspelt parameter
+            "parameter_openapi_schema": parameter_schema(flow).model_dump_for_openapi()
+            | {"additionalProperties": False},
         }
         for entrypoint, flow in flows.items()
     }

@@ -82,6 +82,20 @@ class Browser:
             self._call("Input.dispatchKeyEvent", type="keyUp", **key)
         return True
 
+    def click(self, element: str) -> bool:
+        """Click on what a script returns, as a mouse does; return whether it is there."""
+        script = """
+            const found = (() => {%s})();
+            found?.scrollIntoView({block: "center"});
+            const box = found?.getBoundingClientRect();
+            return box && {x: box.x + box.width / 2, y: box.y + box.height / 2};
+        """
+        if (place := self.run(script % element)) is None:
+            return False
+        for kind in ("mousePressed", "mouseReleased"):
+            self._call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+        return True
+
     def resize(self, height: int) -> None:
         """Make the window so high, as pages scroll within themselves."""
         self._call("Emulation.setDeviceMetricsOverride", width=1300, height=height, deviceScaleFactor=1, mobile=False)

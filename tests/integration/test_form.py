@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,18 +28,12 @@ FIELD = """
     return Boolean(field);
 """
 """Marks the first field of a name, and selects what stands in it."""
-PRESS = """
-    const found = [...document.querySelectorAll("button")].find(each => each.textContent.trim() === {name});
-    for (const kind of ["mousedown", "mouseup"]) {{
-        found?.dispatchEvent(new MouseEvent(kind, {{bubbles: true, cancelable: true, button: 0}}));
-    }}
-    found?.click();
-    return Boolean(found);
-"""
+SAID = "return document.querySelector('input:invalid')?.validationMessage"
+BUTTON = 'return [...document.querySelectorAll("button")].find(each => each.textContent.trim() === {name})'
 
 
 def press(window: Browser, name: str) -> None:
-    wait_for(lambda: window.run(PRESS.format(name=json.dumps(name))), f"the button {name}")
+    wait_for(lambda: window.click(BUTTON.format(name=json.dumps(name))), f"the button {name}")
 
 
 def fill(window: Browser, name: str, value: str) -> None:
@@ -58,7 +51,7 @@ def start_from_form(window: Browser, api_url: str, home: str, deployment: str, n
     press(window, "dict")  # of `overrides`: the form by section
     fill(window, name, "-1")
     press(window, "Submit")
-    time.sleep(3)  # the older form says that it is not valid; the newer one only stays
+    wait_for(lambda: window.run(SAID) == "Value must be greater than or equal to 0.", "the form to refuse it")
     assert window.run("return location.pathname").endswith("/run")
     assert prefect_api.flow_runs(api_url, where) == []
     fill(window, name, right)

@@ -1,7 +1,5 @@
 """Evaluation as a flow of its own: base, SFT, PPO and champion on the same held-out problems."""
 
-from __future__ import annotations
-
 from prefect import flow
 
 from flows.begin import begin

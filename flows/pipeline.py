@@ -1,7 +1,5 @@
 """The whole night: data -> SFT -> reward model -> PPO -> evaluation -> gate -> promotion. Read this first."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

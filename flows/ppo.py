@@ -1,7 +1,5 @@
 """PPO as a flow of its own: a loop over episodes, one task each, on the run's own Ray cluster."""
 
-from __future__ import annotations
-
 from prefect import flow
 
 from flows.begin import begin

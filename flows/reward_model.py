@@ -1,7 +1,5 @@
 """Reward-model training as a flow of its own."""
 
-from __future__ import annotations
-
 from prefect import flow
 
 from flows.begin import begin

@@ -153,6 +153,8 @@ def _without_help(schema: Mapping[str, Any], change: Callable[[Schema], Schema] 
     return change(plain)
 
 
+# A flow of these has no `from __future__ import annotations`: Prefect would look for their names where its last
+# decorator is defined.
 Preset = Annotated[str, _Drawn(lambda: {"type": "string", "enum": preset_names()})]
 """The name of a preset that is there."""
 Episodes = Annotated[int, _Drawn(lambda: _range("ppo", "episodes"))]

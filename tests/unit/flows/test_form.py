@@ -111,3 +111,9 @@ def test_a_deployments_schema_stays_below_100_kb_and_has_help(flow: Any) -> None
     form = schema["properties"]["overrides"]["anyOf"][0]["properties"]
     assert form["ppo"]["properties"]["kl_coef"]["description"]
     assert len(json.dumps(schema)) < 100_000
+
+
+@pytest.mark.parametrize("flow", [pipeline, sft, reward_model, ppo, evaluate], ids=lambda flow: flow.name)
+def test_a_run_takes_its_parameters_as_they_are(flow: Any) -> None:
+    given = {"preset": "quickstart", "seed": 3, "overrides": {"ppo.lr": "1e-5"}}
+    assert flow.validate_parameters(given).items() >= given.items()

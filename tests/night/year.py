@@ -171,18 +171,22 @@ class Year:
             time.sleep(0.2)
 
     def settle(self, *sites: Site) -> None:
-        """Wait until no run of these sites, or of any, is under way any longer, and none will be."""
+        """Wait until no run of these sites, or of any, is under way any longer, and none will be.
+
+        Prefect's scheduler may add nights that it planned before their schedule was switched off: they are deleted.
+        """
 
         def is_over() -> bool:
             with suppress(ServiceError):
-                return not self.under_way(*sites)
+                runs, soon = self._open(*sites or self.sites), time.time() + EVERY_S
+                for run in runs:
+                    due = datetime.fromisoformat(run["expected_start_time"]).timestamp()
+                    if run["auto_scheduled"] and not run["run_count"] and due > soon:
+                        prefect_api.call(self.stack.api_url, "DELETE", f"/flow_runs/{run['id']}")
+                return not runs
             return False
 
         wait_for(is_over, "the last nights to be over", timeout_s=SETTLE_TIMEOUT_S, every_s=EVERY_S)
-
-    def under_way(self, *sites: Site) -> list[str]:
-        """Return runs of these sites, or of all, that are not over; one that has crashed is not, for a while."""
-        return [f"{run['name']} {run['state']['name']}" for run in self._open(*sites or self.sites)]
 
     def has_come(self, site: Site, due_s: float, *, beside: int) -> bool:
         """Return whether a night that was due at a time, or later, is at work beside a process, or is over.

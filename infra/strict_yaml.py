@@ -1,7 +1,8 @@
-"""YAML in which no mapping has a key twice: the usual loaders silently keep the last one."""
+"""YAML in which no mapping has a key twice: the usual loaders silently keep the last one. And `1e-5` is a number."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ class _Loader(yaml.SafeLoader):
                 )
             lines[name] = line
         return node
+
+
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+"""As YAML 1.2 and JSON have it; YAML 1.1, which PyYAML reads, wants a dot and a sign as well."""
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
 def load_yaml(path: Path) -> Any:

@@ -76,11 +76,15 @@ def root_flow_run() -> str | None:
 
 
 def page_of(known: Settings, flow_run: str | None) -> str | None:
-    """Return the address of a run's page in Prefect, without a password; None where there is none."""
-    api = known.prefect_api_url
-    if flow_run is None or api is None:
+    """Return the address of a run's page in Prefect, without a password; None where there is none.
+
+    Others reach it where PREFECT_UI_URL says so, as the API may be known here by an address of this machine alone.
+    """
+    from prefect.settings import get_current_settings
+
+    if flow_run is None or known.prefect_api_url is None:
         return None
-    server = urlsplit(api)
+    server = urlsplit(get_current_settings().ui_url or known.prefect_api_url)
     place = server._replace(netloc=server.netloc.rpartition("@")[2]).geturl()
     return f"{place.removesuffix('/').removesuffix('/api')}/runs/flow-run/{flow_run}"
 

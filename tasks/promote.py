@@ -102,6 +102,7 @@ def _decide(context: Context, config: PipelineConfig, evaluations: dict[str, Sta
         high=shown.interval.high,
         wins=shown.contender.found.wins,
         losses=shown.contender.found.losses,
+        problems=shown.contender.found.problems,
         p_value=p[first],
         level=shown.contender.level,
         nights=len(shown.nights),

@@ -158,6 +158,8 @@ class Decision(Plain):
     wins: int = 0
     """Problems on which the policy did better; 0 in decisions of earlier releases, as all that follows."""
     losses: int = 0
+    problems: int = 0
+    """That both were asked, with those on which they did alike."""
     p_value: float | None = None
     """Of the exact test; None where nothing was compared."""
     level: float | None = None

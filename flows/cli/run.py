@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from infra.prefect_access import Access
 
-_LONGEST_DETAIL = 600
 LOOK_S = 0.5
 UNTAKEN_NOTICE_S = 30.0
 """After this, an unstarted run's waiting is said, once."""
@@ -250,18 +249,14 @@ async def _start(client: Any, found: Any, deployment: str, parameters: dict[str,
             raise
         raise ConfigError(
             f"{deployment} refuses: {_detail(error)} (its parameters are {', '.join(known) or 'none'})"
+            + ("; it knows presets and keys as of the last `rlhf up`" if here else "")
         ) from error
 
 
 def _detail(error: Any) -> str:
-    """Return what the server said of a refusal, in one line."""
-    try:
-        said = error.response.json()
-    except ValueError:  # some other server
-        said = error.response.text
-    if isinstance(said, dict):
-        said = said.get("detail") or said.get("exception_message") or said
-    return " ".join(str(said).split())[:_LONGEST_DETAIL] or f"status {error.response.status_code}"
+    from infra.services.prefect_api import detail_of
+
+    return detail_of(error.response.text) or f"status {error.response.status_code}"
 
 
 class Follower:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from flows.presets.keys import FORMER, keys, no_such_key
+from flows.presets.keys import FORMER, keys, no_such_key, sections
 from infra.strict_yaml import load_yaml
 from rlhf_core.config import PipelineConfig, SplitsConfig
 from rlhf_core.config.ppo import BATCHES, MICRO
@@ -117,7 +117,7 @@ def draft_of(
         changes["ppo.episodes"] = episodes
     if seed is not None:
         changes["seed"] = seed
-    changes |= _by_key(overrides or {})
+    changes |= _by_key({} if overrides is None else overrides, preset_says)
     if goes_on:
         changes = {key: value for key, value in changes.items() if key not in FORMER}
     faults = _changed(values, changes)
@@ -141,20 +141,26 @@ def draft_of(
     return Draft(config, sizes, settled.complaints, settled.instead)
 
 
-def _by_key(values: Mapping[str, Any], config: type[BaseModel] = PipelineConfig, prefix: str = "") -> dict[str, Any]:
-    """Return overrides by dotted key, in order: what stands under a section's name sets these keys alone."""
-    changes: dict[str, Any] = {}
-    for name, value in values.items():
-        field = config.model_fields.get(name)
-        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
-        inner = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
-        is_section = inner is not None and get_origin(kinds[0]) is not tuple
-        # {} switches on what may be None; of another section it names nothing, and Prefect's form sends it untouched
-        if inner is not None and is_section and isinstance(value, Mapping) and (value or type(None) not in kinds):
-            changes |= _by_key(value, inner, f"{prefix}{name}.")
-        else:
-            changes[f"{prefix}{name}" if prefix else name] = value
-    return changes
+def _by_key(given: Mapping[str, Any], preset_says: Mapping[str, Any]) -> dict[str, Any]:
+    """Return overrides by dotted key, in order: what stands under a section's name sets the keys within alone.
+
+    A mapping under a dotted key takes the place of the whole. An empty section names nothing, as Prefect's form sends
+    one that was not touched; but it switches on what may be null, where the preset does not say how.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"overrides must be a mapping such as {{'ppo.lr': 1e-5}}, but it is {given!r:.200}")
+    known, said = sections(), set(_places(preset_says))
+
+    def by_key(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in values.items():
+            key = f"{prefix}{name}" if prefix else name
+            is_section = key in known and isinstance(value, Mapping) and "." not in name
+            if is_section and (value or not known[key] or key in said):
+                yield from by_key(value, f"{key}.")
+            else:
+                yield key, value
+
+    return dict(by_key(given, ""))
 
 
 def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> list[Fault]:
@@ -224,6 +230,14 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
+
+
+def _places(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every mapping within."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield f"{prefix}{key}"
+            yield from _places(value, f"{prefix}{key}.")
 
 
 def preset_values(preset: str) -> dict[str, Any]:
@@ -298,6 +312,8 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *path, last = key.split(".")
     for part in path:
         inner = values.get(part)
+        if part == "lint" and isinstance(inner, str | bool):  # a word alone is the default of all rules
+            inner = {"default": inner}
         values[part] = dict(inner) if isinstance(inner, dict) else {}
         values = values[part]
     values[last] = value

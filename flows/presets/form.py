@@ -124,7 +124,10 @@ def _by_dotted_key(fields: Mapping[str, Schema], above: str = "") -> Iterator[tu
         for kind in field.get("anyOf", [field]):
             if "properties" in kind:
                 yield from _by_dotted_key(kind["properties"], rf"{key}\.")
-            elif isinstance(free := kind.get("additionalProperties"), bool | dict) and free is not False:
+            elif isinstance(free := kind.get("additionalProperties"), dict) and "properties" in free:
+                yield rf"{key}\.[^.]+", _of_dotted(free, key)
+                yield from _by_dotted_key(free["properties"], rf"{key}\.[^.]+\.")
+            elif isinstance(free, bool | dict) and free is not False:
                 yield rf"{key}\..+", _of_dotted(free, key) if isinstance(free, dict) else {}
 
 

@@ -118,6 +118,23 @@ def keys(config: type[BaseModel] = PipelineConfig, prefix: str = "") -> Iterator
             yield from keys(nested, f"{prefix}{name}.")
 
 
+def sections() -> dict[str, bool]:
+    """Return the dotted key of each part of the configuration that has keys of its own, and whether it may be null."""
+
+    def within(config: type[BaseModel], prefix: str) -> Iterator[tuple[str, bool]]:
+        for name, field in config.model_fields.items():
+            kinds = [
+                field.annotation,
+                *(get_args(field.annotation) if type(None) in get_args(field.annotation) else ()),
+            ]
+            inner = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
+            if inner is not None:
+                yield f"{prefix}{name}", type(None) in kinds
+                yield from within(inner, f"{prefix}{name}.")
+
+    return dict(within(PipelineConfig, ""))
+
+
 def no_such_key(key: str) -> str:
     """Return the sentence on a key that there is not, with those that were probably meant."""
     if key in FORMER:

@@ -514,9 +514,11 @@ class _BringingUp:
         log = self.home / "logs" / "deploy.log"
         server = hashlib.sha256((self.settings.database_url or self._kind_of_database).encode()).hexdigest()[:16]
         said = self.state.filed.get(server, {})
-        self.state.filed[server] = deploy(self.checkout, api_url, environment, log, entries, said)
-        self.state.deployed = digest
+        self.state.filed[server], refusals = deploy(self.checkout, api_url, environment, log, entries, said)
+        self.state.deployed = None if refusals else digest
         self.state.save(self.home)
+        if refusals:
+            self.refusal = self.refusal or ServiceError("; ".join(refusals))
         for name, kept in differences(api_url, entries).items():
             self.report(f"{name} keeps what was set in Prefect: {'; '.join(kept)}")
 

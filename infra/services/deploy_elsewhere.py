@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from infra.errors import ServiceError
-from infra.prefect_access import access_to
 from infra.services import automations, prefect_api
 from infra.services.deployments import Values, deploy, differences
 from infra.services.prefect_yaml import WorkPoolEntry, read_prefect_yaml
@@ -58,23 +57,21 @@ def deploy_elsewhere(
     report(f"registering {len(entries)} deployments on work pool {pool} ({kind}) of {api_url}")
     place = WorkPoolEntry(name=pool, job_variables={"image": image} if image else {})
     moved = {name: entry.model_copy(update={"work_pool": place}) for name, entry in entries.items()}
-    access = access_to(api_url)
-    told = {
-        "PREFECT_API_URL": api_url,
-        **({"PREFECT_API_AUTH_STRING": access.auth_string} if access.auth_string else {}),
-    }
     log = settings.logs_dir / "deploy.log"
     directory = IN_THE_IMAGE if image else None
     make_home(settings.home)
     with locked(settings.home, report):
         state = StackState.load(settings.home)
         said = state.filed.get(api_url) or _images(api_url, moved)
-        environment = {**inherited_environment(), **told}
-        state.filed[api_url] = deploy(checkout, api_url, environment, log, moved, said, directory=directory)
+        state.filed[api_url], refusals = deploy(
+            checkout, api_url, inherited_environment(), log, moved, said, directory=directory
+        )
         state.save(settings.home)
     for name, kept in differences(api_url, moved).items():
         report(f"{name} keeps what was set in Prefect: {'; '.join(kept)}")
     report(automations.install(api_url))
+    if refusals:
+        raise ServiceError("; ".join(refusals))
 
 
 def _images(api_url: str, names: Iterable[str]) -> dict[str, Values]:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from infra.errors import ServiceError
 from infra.services import prefect_api
@@ -26,7 +26,14 @@ _ABSENT: Final = object()
 _FORMER_ZONE = "Etc/UTC"
 Values = dict[str, Any]
 """What a person can set of a deployment, by name; `parameters`, `tags`, `schedules`, `job_variables` by theirs."""
-_SOURCES = ("flows/*.py", "flows/presets/*.py", "flows/presets/*.yaml", "rlhf_core/config/*.py")
+_SOURCES = (
+    "flows/*.py",
+    "flows/presets/*.py",
+    "flows/presets/*.yaml",
+    "rlhf_core/config/*.py",
+    "infra/services/deployments.py",
+    "infra/services/prefect_yaml.py",
+)
 
 
 def source_digest(checkout: Path) -> str:
@@ -44,6 +51,15 @@ def all_present(api_url: str, names: Iterable[str]) -> bool:
     return all(prefect_api.deployment(api_url, name) is not None for name in names)
 
 
+class Registered(NamedTuple):
+    """What came of registering deployments."""
+
+    said: dict[str, Values]
+    """What the file says of each that is registered; of the others, what it said when they were."""
+    refusals: list[str]
+    """A sentence for each that is not."""
+
+
 def deploy(
     checkout: Path,
     api_url: str,
@@ -53,8 +69,8 @@ def deploy(
     said_before: Mapping[str, Values],
     *,
     directory: str | None = None,
-) -> dict[str, Values]:
-    """Register all deployments of a checkout, and return what the file says of each.
+) -> Registered:
+    """Register all deployments of a checkout; one that Prefect refuses stays as it was.
 
     Runs that wait to begin stay, also those of nights that were due while no worker ran.
 
@@ -64,31 +80,43 @@ def deploy(
         environment: of the process that imports the flows.
         log: where its output goes.
         entries: the file's deployments.
-        said_before: what this function returned the last time.
+        said_before: of the last time, see `Registered`.
         directory: where runs have the checkout; None: here.
 
     Raises:
-        ServiceError: if a flow cannot be imported, or Prefect refused a deployment.
+        ServiceError: if a flow cannot be imported, or the server does not answer.
     """
     flows = _read_flows(checkout, environment, log, {entry.entrypoint for entry in entries.values()})
     for flow in flows.values():
         flow["flow_id"] = prefect_api.call(api_url, "POST", "/flows/", {"name": flow.pop("name")})["id"]
     place = str(directory or checkout.resolve())
-    says = {name: entry.values() for name, entry in entries.items()}
+    said, refusals = dict(said_before), []
     for name, entry in entries.items():
-        values = says[name]
+        says = values = entry.values()
         if (there := prefect_api.deployment(api_url, name)) is not None:
             theirs = _values_of(there)
             values = _merged(_assumed(values, theirs) | said_before.get(name, {}), theirs, values)
         body = flows[entry.entrypoint] | _body(entry, values, place)
         try:
             answer = prefect_api.call(api_url, "POST", "/deployments/", body)
-        except ServiceError as error:
-            raise ServiceError(f"deployment {name} cannot be registered: {error}") from None
+        except prefect_api.RefusedError as error:
+            refusals.append(f"deployment {name} stays as it was, as Prefect refuses it: {error}{_as_set(values, says)}")
+            continue
         if answer is None:
-            pool = entry.work_pool.name
-            raise ServiceError(f"deployment {name} cannot be registered: there is no work pool {pool!r}")
-    return says
+            refusals.append(f"deployment {name} stays as it was: there is no work pool {entry.work_pool.name!r}")
+            continue
+        said[name] = says
+    return Registered(said, refusals)
+
+
+def _as_set(values: Values, says: Values) -> str:
+    """Return a hint where the parameters are not the file's alone."""
+    if values["parameters"] == says["parameters"]:
+        return ""
+    theirs = sorted(key for key, value in values["parameters"].items() if says["parameters"].get(key) != value)
+    return (
+        f"; {', '.join(theirs)} is as it was set in Prefect: correct it on the deployment's page, then `rlhf up` again"
+    )
 
 
 def _body(entry: DeploymentEntry, values: Values, directory: str) -> dict[str, Any]:
@@ -238,7 +266,9 @@ def describe_flows(path: str, *entrypoints: str) -> None:
     from prefect.flows import load_flow_from_entrypoint  # noqa: PLC0415 - Prefect, which takes seconds
     from prefect.utilities.callables import parameter_schema  # noqa: PLC0415
 
-    flows: dict[str, Any] = {entrypoint: load_flow_from_entrypoint(entrypoint) for entrypoint in entrypoints}
+    flows: dict[str, Any] = {
+        entrypoint: load_flow_from_entrypoint(entrypoint, use_placeholder_flow=False) for entrypoint in entrypoints
+    }
     told = {
         entrypoint: {
             "name": flow.name,

@@ -18,8 +18,13 @@ from infra.prefect_access import access_to, own_server, refusal
 
 ANSWER_S = 60.0
 """A server that was away for minutes is busy with all that waited for it, and answers late."""
+_LONGEST_DETAIL, _LONGEST_ANSWER = 600, 1_000_000
 _PAGE = 200
 """Flow runs that the server hands out at once, at most."""
+
+
+class RefusedError(ServiceError):
+    """The server has understood a request, and does not do it."""
 
 
 def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = ANSWER_S) -> Any:
@@ -29,7 +34,8 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
     credentials of its own address (`prefect_access`); a local stack's gets them only while its owner listens there.
 
     Raises:
-        ServiceError: if the server does not answer, or refuses.
+        RefusedError: if the server refuses.
+        ServiceError: if it does not answer, or fails.
         SettingsError: if a variable holds what it must not.
     """
     access, own = access_to(api_url), own_server(api_url)
@@ -54,11 +60,30 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
             if error.code == HTTPStatus.UNAUTHORIZED:
                 raise ServiceError(refusal(api_url, access)) from None
             if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
-                said = error.read(300).decode("utf-8", "replace")
-                raise ServiceError(f"the Prefect server answered {error.code} to {method} {path}: {said}") from None
+                said = detail_of(error.read(_LONGEST_ANSWER).decode("utf-8", "replace"))
+                told = f"the Prefect server answered {error.code} to {method} {path}: {said}"
+                is_refusal = error.code < HTTPStatus.INTERNAL_SERVER_ERROR
+                raise (RefusedError if is_refusal else ServiceError)(told) from None
         except (OSError, HTTPException) as error:  # the second, where it dies within its answer
             raise ServiceError(f"the Prefect server at {api_url} does not answer ({error}); run `rlhf up`") from None
         time.sleep(0.2)
+
+
+def detail_of(answer: str) -> str:
+    """Return what a server said of a refusal, in one line.
+
+    >>> detail_of('{"exception_message": "Invalid request.", "exception_detail": [{"msg": "no name"}]}')
+    'no name'
+    """
+    try:
+        said = json.loads(answer)
+    except ValueError:  # some other server
+        said = answer
+    if isinstance(said, dict):
+        faults = said.get("exception_detail")
+        messages = [str(each["msg"]) for each in faults] if isinstance(faults, list) and faults else []
+        said = said.get("detail") or "; ".join(messages) or said.get("exception_message") or said
+    return " ".join(str(said).split())[:_LONGEST_DETAIL]
 
 
 def is_healthy(api_url: str) -> bool:

@@ -240,7 +240,19 @@ def _flow_name(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
 
 
 def _presets(checkout: Path) -> list[str]:
-    return sorted(file.stem for file in (checkout / "flows" / "presets").glob("*.yaml"))
+    """Return the names of all presets.
+
+    Raises:
+        ServiceError: if one cannot be a deployment's name.
+    """
+    files = sorted((checkout / "flows" / "presets").glob("*.yaml"))
+    for file in files:
+        if re.fullmatch(_Name, file.stem) is None:
+            raise ServiceError(
+                f"{file}: a preset is named by lower-case letters, digits and dashes, as its deployments are, but this "
+                f"one is named {file.stem!r}; rename the file"
+            )
+    return [file.stem for file in files]
 
 
 def _check_preset(place: str, checkout: Path, entry: DeploymentEntry) -> None:

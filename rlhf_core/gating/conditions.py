@@ -37,6 +37,17 @@ class Condition:
     holds: bool
     told: str
     """What the figure is, in a few words."""
+    is_least: bool = False
+    """The figure must be the threshold at least; else at most."""
+
+    @property
+    def asked(self) -> str:
+        """What the figure must be.
+
+        >>> Condition("length", 2.0, 1.5, holds=False, told="").asked
+        'at most 1.5'
+        """
+        return f"at {'least' if self.is_least else 'most'} {self.threshold:g}"
 
 
 class Known(NamedTuple):
@@ -74,13 +85,14 @@ class _Finding:
     chance: float | None = None
     """p-value of so much between equal policies; None: there is no chance in the figure."""
     is_beyond: bool | None = None
-    """None: if the figure is above the threshold."""
+    """None: if the figure is on the wrong side of the threshold."""
+    is_least: bool = False
 
     @property
     def beyond(self) -> bool:
-        if self.is_beyond is not None:
-            return self.is_beyond
-        return self.figure is not None and self.figure > self.threshold
+        if self.figure is None or self.is_beyond is not None:
+            return bool(self.is_beyond)
+        return self.figure < self.threshold if self.is_least else self.figure > self.threshold
 
 
 def side_conditions(compared: Compared, config: ConditionsConfig) -> tuple[Condition, ...]:
@@ -112,7 +124,9 @@ def side_conditions(compared: Compared, config: ConditionsConfig) -> tuple[Condi
             each.figure,
             each.threshold,
             holds=each.figure is None or not each.beyond or each.name in explained,
-            told=each.told + (", which chance explains" if each.beyond and each.name in explained else ""),
+            told=each.told
+            + ("; it is beyond, as chance alone may be" if each.beyond and each.name in explained else ""),
+            is_least=each.is_least,
         )
         for each in findings
     )
@@ -121,9 +135,7 @@ def side_conditions(compared: Compared, config: ConditionsConfig) -> tuple[Condi
 def broken_in_words(conditions: Sequence[Condition]) -> str:
     """Return the conditions that broke, each with figure and threshold; empty if all hold."""
     return "; ".join(
-        f"{each.name}: {each.figure:.3g} beyond {each.threshold:g} ({each.told})"
-        for each in conditions
-        if not each.holds
+        f"{each.name}: {each.figure:.3g}, {each.asked} is asked ({each.told})" for each in conditions if not each.holds
     )
 
 
@@ -143,8 +155,8 @@ def _pairs(compared: Compared) -> list[_Pair]:
     return [_Pair(each, after[each.key]) for each in compared.incumbent.outcomes if each.key in after]
 
 
-def _missing(name: str, threshold: float, why: str) -> _Finding:
-    return _Finding(name, None, threshold, f"{NOT_MEASURED}: {why}")
+def _missing(name: str, threshold: float, why: str, *, is_least: bool = False) -> _Finding:
+    return _Finding(name, None, threshold, f"{NOT_MEASURED}: {why}", is_least=is_least)
 
 
 def _kl(ppo: Figures, config: ConditionsConfig) -> Iterator[_Finding]:
@@ -237,7 +249,11 @@ def _categories(pairs: Sequence[_Pair], config: ConditionsConfig, *, by_score: b
         by_category.setdefault(pair.after.category, []).append(pair)
     by_category.pop("", None)
     if len(by_category) < 2:  # noqa: PLR2004 - one is the whole task, which the gain is of
-        yield _missing(name, limit, "the problems have no categories")
+        yield _missing(
+            name,
+            limit,
+            "the problems are of " + (f"one category, {next(iter(by_category))}" if by_category else "no category"),
+        )
         return
     losses = [_loss(category, own, by_score=by_score) for category, own in sorted(by_category.items())]
     surprising = rejected([each.chance for each in losses], config.level)
@@ -268,11 +284,11 @@ def _reward_model(figures: Figures | None, config: ConditionsConfig) -> Iterator
     name, least = "reward model's accuracy", config.reward_model_accuracy
     if figures is None or "accuracy" not in figures:
         why = "no reward model paid or judged" if figures is None else "it was measured on no held-out pairs"
-        yield _missing(name, least, why)
+        yield _missing(name, least, why, is_least=True)
         return
     accuracy, pairs = figures["accuracy"], figures.get("heldout_pairs")
-    told = "share right" + (f" of {counted(pairs, 'held-out pair')}" if pairs else "") + ", which must reach it"
-    yield _Finding(name, accuracy, least, told, is_beyond=accuracy < least)
+    told = "share right" + (f" of {counted(pairs, 'held-out pair')}" if pairs else "")
+    yield _Finding(name, accuracy, least, told, is_least=True)
 
 
 def _proxy(ppo: Figures, config: ConditionsConfig) -> Iterator[_Finding]:

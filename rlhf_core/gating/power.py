@@ -106,6 +106,23 @@ def problems_needed(gain: float, level: float, differing: float = DIFFERING) -> 
     return ceil((wanted / gain) ** 2)
 
 
+def problems_to_pass(problems: int, p_value: float, level: float) -> int | None:
+    """Return about how many problems pass with the probability CHANCE, if the gain is what was seen.
+
+    n = problems ((z_level + z_chance) / z_p)^2, as a gain's z grows with the root of the problems. None where that is
+    above MOST_PROBLEMS, or there is no gain.
+
+    Args:
+        problems: of the comparison.
+        p_value: of its test.
+        level: that the test has to reach, in (0, 1).
+    """
+    if not 0 < p_value < 0.5:  # noqa: PLR2004 - from there on the policy is not the better one
+        return None
+    needed = ceil(problems * ((_z(level) + _z(1 - CHANCE)) / _z(p_value)) ** 2)
+    return needed if needed <= MOST_PROBLEMS else None
+
+
 def chance_to_pass(found: Tally, level: float, more: int) -> float:
     """Return about how likely a test passes after more problems, if wins and losses go on at the rates seen so far.
 

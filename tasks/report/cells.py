@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf_core.counting import counted
+from rlhf_core.ppo.best import DEVELOPMENT
 from tasks.progress import duration
 from tasks.report.samples import BOTH_RIGHT, BOTH_WRONG, FELL, GAINED, LOST, ROSE, SAME
-from tasks.results import SHOWN_CONFIDENCE
+from tasks.results import KEPT, PLANNED, SHOWN_CONFIDENCE, STOPPED
 
 if TYPE_CHECKING:
     from rlhf_core.gating.conditions import Condition
@@ -53,11 +55,10 @@ def condition_cells(decision: Decision) -> Cells:
     rows: list[tuple[str, ...]] = []
     if decision.p_value is not None and decision.level is not None:
         outcome = "holds" if decision.p_value <= decision.level else "may be chance"
-        rows.append(("gain (p: as large by chance)", f"{decision.p_value:.2g}", f"{decision.level:.2g}", outcome))
-    rows += [
-        (each.name, number(vars(each), "figure"), f"{each.threshold:g}", _outcome(each)) for each in decision.conditions
-    ]
-    return Cells(("condition", "figure", "threshold", "outcome"), rows)
+        asked = f"at most {decision.level:.2g}"
+        rows.append(("gain (p: as large by chance)", f"{decision.p_value:.2g}", asked, outcome))
+    rows += [(each.name, number(vars(each), "figure"), each.asked, _outcome(each)) for each in decision.conditions]
+    return Cells(("condition", "figure", "asked", "outcome"), rows)
 
 
 def _outcome(condition: Condition) -> str:
@@ -112,6 +113,20 @@ def cost_cells(costs: Sequence[Mapping[str, Any]]) -> Cells:
         for each in costs
     ]
     return Cells(("stage", "time", "core hours", "GPU hours", "stored", "cost"), rows)
+
+
+def episodes_told(metrics: Mapping[str, Any]) -> str:
+    """Return how many episodes PPO had, why no more, and which one's policy was kept; empty if it is not known."""
+    if "episodes" not in metrics:
+        return ""
+    told = counted(metrics["episodes"], "episode")
+    if PLANNED in metrics:
+        told += f" of {metrics[PLANNED]}, as a night's budget ended"
+    if STOPPED in metrics:
+        told += f", stopped: {metrics[STOPPED]}"
+    if KEPT in metrics:
+        told += f", the policy is of episode {metrics[KEPT]} ({metrics[DEVELOPMENT]:.3f} on the development split)"
+    return told
 
 
 def change_cells(changes: Sequence[Sequence[Any]]) -> list[tuple[str, str, str]]:

@@ -18,7 +18,7 @@ from tasks.context import Context, page_of
 from tasks.evaluate import OUTCOMES
 from tasks.report.ancestry import ancestry
 from tasks.report.costs import Machine, costs_of
-from tasks.report.findings import Figures, Finding, findings, learnt_little, paid_by_source
+from tasks.report.findings import NO_CAUSE, Figures, Finding, findings, learnt_little, paid_by_source, refusals
 from tasks.report.samples import changes, chosen_samples, counts_of, moved
 from tasks.results import Decision, StageResult
 from tasks.showing import DEADLINE_S, only_shows
@@ -104,12 +104,20 @@ class Facts:
         return f"{decision.policy} was not promoted, as {' and '.join(why) or 'the gain is too small'}: {self._gain}"
 
     @property
+    def reasons(self) -> list[Finding]:
+        """What kept the policy from promotion, and what kept it from learning."""
+        unknown = [NO_CAUSE] if self.learnt_little and not self.findings else []
+        return [*([] if self.compares else refusals(self.decision)), *self.findings, *unknown]
+
+    @property
     def _gain(self) -> str:
         decision = self.decision
         unit = "standard deviations of the judge's score" if judged_by_model(self.evaluations) else "right answers"
         told = f"{decision.difference:+.3f} [{decision.low:+.3f}, {decision.high:+.3f}] {unit}"
-        counts = f", {decision.wins} answers better and {decision.losses} worse" if decision.p_value is not None else ""
-        return f"{told} against {decision.incumbent}{counts}"
+        if decision.p_value is None:
+            return f"{told} against {decision.incumbent}"
+        of = f" of {decision.problems}" if decision.problems else ""
+        return f"{told} against {decision.incumbent}, {decision.wins} answers better and {decision.losses} worse{of}"
 
     def as_json(self) -> bytes:
         """Return everything as JSON."""

@@ -1,4 +1,4 @@
-"""Why a run learnt little, and what to do: rules over its stored figures. No clock, no store, no chance.
+"""Why a run was not promoted or learnt little, and what to do: from its stored figures. No clock, no store, no chance.
 
 A rule names one figure, the bounds that it should keep, and what to change. Most speak only of a run that learnt
 little: what a good run does is no fault. A source of reward that rises while the verifier's score falls is always
@@ -15,7 +15,9 @@ from math import isfinite, sqrt
 from statistics import NormalDist, fmean, pvariance
 from typing import Any, NamedTuple
 
-from tasks.results import SHOWN_CONFIDENCE
+from rlhf_core.gating.power import problems_to_pass
+from rlhf_core.ppo.best import best_episode
+from tasks.results import SHOWN_CONFIDENCE, Decision
 
 Metrics = Mapping[str, Any]
 Rows = Sequence[Metrics]
@@ -51,6 +53,13 @@ class Finding:
     told: str
     """The run's own figures that show it."""
     advice: str
+
+
+NO_CAUSE = Finding(
+    "No known cause",
+    "it learnt little, and its figures show none of those that are known",
+    "read what moved, and samples",
+)
 
 
 class Hack(NamedTuple):
@@ -184,11 +193,56 @@ RULES = (
 )  # fmt: skip
 
 
+_OF_CONDITIONS = {
+    "length": "lower the weight of what pays for length in ppo.reward, or raise ppo.kl_coef",
+    "cut off": "raise ppo.max_new_tokens and evaluation.max_new_tokens",
+    "malformed": "raise ppo.reward.verifier or ppo.kl_coef",
+    "a category": "give more problems of that category to SFT and PPO, or raise ppo.kl_coef",
+    "reward model's accuracy": "raise reward_model.pairs or reward_model.epochs",
+    "verified reward": "raise ppo.reward.verifier, or set ppo.evaluate_every, which keeps the best episode",
+}
+_OF_OTHER_CONDITIONS = "raise ppo.kl_coef, or lower ppo.lr"
+
+
+def refusals(decision: Decision) -> list[Finding]:
+    """Return what kept a policy from promotion; nothing where it is promoted, or was compared with nothing."""
+    if decision.promote or decision.p_value is None or decision.level is None:
+        return []
+    broken = [
+        Finding(
+            f"{each.name} broke",
+            f"{each.figure:.3g}, {each.asked} is asked ({each.told})",
+            _OF_CONDITIONS.get(each.name, _OF_OTHER_CONDITIONS),
+        )
+        for each in decision.conditions
+        if not each.holds
+    ]
+    if decision.difference <= 0 or decision.p_value <= decision.level:
+        return broken
+    return [_may_be_chance(decision, decision.p_value, decision.level), *broken]
+
+
+def _may_be_chance(decision: Decision, p_value: float, level: float) -> Finding:
+    challenge = decision.challenge
+    if challenge is not None and challenge.is_open and challenge.policy.uri == decision.policy:
+        advice = "wait: it is asked the problems of the nights to come, too, and may pass with all of them"
+    else:
+        needed = problems_to_pass(decision.problems, p_value, level)
+        advice = "raise data.splits.evaluation, or set data.rotate_evaluation, which gives a policy several nights"
+        advice += f"; about {needed:,} problems would show such a gain in four nights of five" if needed else ""
+    told = (
+        f"a policy that is no better has such a gain, or more, with a probability of {p_value:.2g}; {level:.2g} is "
+        "needed, so that all promotions of a year are right with a probability of 1 - gate.year_error"
+    )
+    return Finding("The gain may be chance", told, advice)
+
+
 def findings(figures: Figures) -> list[Finding]:
     """Return what keeps a run from learning; the most harmful first, none where all is well."""
     known, is_little = _known(figures), learnt_little(figures)
     found = [rule.finding(known.get(rule.figure)) for rule in RULES if rule.always or is_little]
-    return [_of_hack(hack) for hack in hacks(figures.episodes)] + [each for each in found if each is not None]
+    kept = best_episode(figures.episodes)
+    return [_of_hack(hack, kept) for hack in hacks(figures.episodes)] + [each for each in found if each is not None]
 
 
 def paid_by_source(episodes: Rows) -> list[dict[str, Any]]:
@@ -245,15 +299,17 @@ def hacks(episodes: Rows) -> list[Hack]:
     return found
 
 
-def _of_hack(hack: Hack) -> Finding:
-    name = hack.source
-    share = f", its share of the reward's variance from {hack.share_before:.2f} to {hack.share_after:.2f}"
+def _of_hack(hack: Hack, kept: int | None) -> Finding:
+    name, ends = hack.source, [f"{each:.2f}" for each in (hack.share_before, hack.share_after)]
+    share = f", its share of the reward's variance from {ends[0]} to {ends[1]}"
+    last = hack.best + hack.episodes - 1
     return Finding(
         f"A reward hack: {name}",
-        f"from episodes {hack.best} to {hack.best + hack.episodes - 1} to the last {hack.episodes}, on average, what "
+        f"from episodes {hack.best} to {last} to the last {hack.episodes}, on average, what "
         f"{name} says rose from {hack.raw_before:.3f} to {hack.raw_after:.3f}"
-        + (share if isfinite(hack.share_before) and isfinite(hack.share_after) else "")
-        + f", while the verifier's score fell from {hack.verifier_before:.3f} to {hack.verifier_after:.3f}",
+        + (share if isfinite(hack.share_before) and isfinite(hack.share_after) and ends[0] != ends[1] else "")
+        + f", while the verifier's score fell from {hack.verifier_before:.3f} to {hack.verifier_after:.3f}"
+        + (f"; the policy is of episode {kept + 1}, before that" if kept is not None and kept < last else ""),
         f"lower the weight of {name} in ppo.reward, raise ppo.reward.verifier or ppo.kl_coef, and set ppo.stop.drift",
     )
 

@@ -27,6 +27,7 @@ from tasks.report.cells import (
     change_cells,
     condition_cells,
     cost_cells,
+    episodes_told,
     evaluation_cells,
     moved_counts,
     paid_cells,
@@ -35,7 +36,6 @@ from tasks.report.cells import (
 from tasks.report.costs import WHOLE
 from tasks.report.facts import OTHER, Facts, judged_by_model, levels
 from tasks.report.samples import FELL, GAINED, LOST, ROSE
-from tasks.report.text import NO_CAUSE
 
 MOST_BYTES = 1_200_000
 """Of the answers that a page holds, so that all of it stays below 2 MB; what is left out is counted."""
@@ -173,12 +173,10 @@ def html_table(cells: Cells, *, last_is_total: bool = False) -> str:
 
 
 def _findings(facts: Facts) -> str:
-    if not facts.findings:
-        return f"<p>{shown(NO_CAUSE)}</p>" if facts.learnt_little else ""
     return "".join(
         f'<div class="finding"><p><b>{shown(each.cause)}</b></p><p>{shown(each.told)}</p>'
         f"<p>To do: {shown(each.advice)}.</p></div>"
-        for each in facts.findings
+        for each in facts.reasons
     )
 
 
@@ -300,7 +298,10 @@ def _curves(facts: Facts) -> str:
         for name, style in known.items()
     )
     figures = "".join(_figure(panel, known) for panel in panels)
-    return f'<div class="legend">{legend}</div><div class="panels">{figures}</div>'
+    told = episodes_told(facts.policy.metrics)
+    return (f"<p>{shown(told)}.</p>" if told else "") + (
+        f'<div class="legend">{legend}</div><div class="panels">{figures}</div>'
+    )
 
 
 def _figure(panel: Panel, known: Mapping[str, str]) -> str:

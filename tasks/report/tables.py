@@ -24,13 +24,14 @@ from tasks.report.cells import (
     change_cells,
     condition_cells,
     cost_cells,
+    episodes_told,
     evaluation_cells,
     number,
     with_interval,
 )
 from tasks.report.facts import Facts, judged_by_model
 from tasks.report.findings import Finding
-from tasks.results import KEPT, PLANNED, STOPPED, Decision, StageResult
+from tasks.results import Decision, StageResult
 
 Metrics = Mapping[str, Any]
 EPISODE_TABLES = (
@@ -259,24 +260,10 @@ def _ppo_figures(metrics: Metrics, episodes: Sequence[Metrics]) -> list[str]:
     return [
         number(metrics, f"first_{what}", what + " {:.3f}") + number(metrics, f"last_{what}", " to {:.3f}"),
         number(metrics, "last_kl", "KL {:.3f} nats"),
-        _episodes(metrics) if "episodes" in metrics else "",
+        prose(episodes_told(metrics)),
         f"{fmean(shares):.1%} of the reward's variance from the reward model" if shares else "",
         _trainers(metrics),
     ]
-
-
-def _episodes(metrics: Metrics) -> str:
-    told = counted(metrics["episodes"], "episode")
-    if PLANNED in metrics:
-        told += f" of {metrics[PLANNED]}, as a night's budget ended"
-    if STOPPED in metrics:
-        told += f", stopped: {prose(str(metrics[STOPPED]))}"
-    if KEPT in metrics:
-        told += (
-            f", episode {metrics[KEPT]} of {metrics['episodes']} kept ({metrics[DEVELOPMENT]:.3f} on the development "
-        )
-        told += "split)"
-    return told
 
 
 def _trainers(metrics: Metrics) -> str:

@@ -31,7 +31,6 @@ CAPTIONS = {
     TRAINING["reward-model"]: "The reward model: training, calibration, scores",
 }
 LONGEST_REASON = 1500
-NO_CAUSE = "It learnt little, and its figures show none of the known causes: read the samples."
 
 
 def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
@@ -46,9 +45,8 @@ def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
         return [picture(CAPTIONS[name], name) for name in names if name in pictures]
 
     differs, moved = facts.differs, facts.moved
-    no_cause = NO_CAUSE if facts.learnt_little else ""
     sections = [
-        ("Why, and what to do", [finding_list(facts.findings) or no_cause]),
+        ("Why, and what to do", [finding_list(facts.reasons)]),
         (moved and f"What moved against {moved['against']} ({moved['role']})", [_moved(facts)]),
         ("Conditions of the gate", [conditions_table(facts.decision)]),
         ("Held-out problems, greedy answers", [*shown(EVALUATION), evaluation_table(facts.evaluations)]),

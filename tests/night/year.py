@@ -181,7 +181,7 @@ class Year:
                 runs, soon = self._open(*sites or self.sites), time.time() + EVERY_S
                 for run in runs:
                     due = datetime.fromisoformat(run["expected_start_time"]).timestamp()
-                    if run["auto_scheduled"] and not run["run_count"] and due > soon:
+                    if run["auto_scheduled"] and run["state"]["type"] == "SCHEDULED" and due > soon:
                         prefect_api.call(self.stack.api_url, "DELETE", f"/flow_runs/{run['id']}")
                 return not runs
             return False

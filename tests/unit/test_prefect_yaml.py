@@ -214,3 +214,27 @@ def test_a_merged_key_may_be_said_again_by_the_mapping_that_merges_it(tmp_path: 
     (tmp_path / "a.yaml").write_text(text)
     assert load_yaml(tmp_path / "a.yaml") == yaml.safe_load(text)
     assert load_yaml(tmp_path / "a.yaml")["c"] == {"x": 3, "y": 2, "z": 4}
+
+
+def test_a_preset_whose_name_no_deployment_may_have_is_refused(checkout: Path) -> None:
+    (checkout / "flows" / "presets" / "My_own.yaml").write_text("name: mine\n")
+    with pytest.raises(ServiceError, match=r"My_own\.yaml: a preset is named by lower-case letters.*rename the file"):
+        read(checkout, entry())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("-2E+3", -2000.0),
+        ("1.5e3", 1500.0),
+        (".5e1", 5.0),
+        ("e5", "e5"),
+        ("1e", "1e"),
+        ("'1e5'", "1e5"),
+    ],
+)
+def test_a_number_with_an_exponent_is_a_number(tmp_path: Path, text: str, value: object) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(f"key: {text}\n")
+    assert load_yaml(path) == {"key": value}

@@ -17,6 +17,7 @@ from flows.presets.form import overrides_schema
 from flows.presets.keys import keys
 from flows.reward_model import reward_model
 from flows.sft import sft
+from rlhf_core.errors import ConfigError
 
 SCHEMA = parameter_schema(pipeline).model_dump_for_openapi()
 
@@ -34,6 +35,11 @@ TAKEN: list[Any] = [
     {"data.task_parameters.max_value": 50},
     {"data.lint": "drop"},
     {"data.lint": {"echo": False}},
+    {
+        "template.tags.answer_start": {"text": "<a>"},
+        "template.tags.answer_start.num_occur": 2,
+        "template.tags.answer_end": {"text": "</a>"},
+    },
     {"data.arrivals": {}},
     {"ppo.reward.functions.gsm8k_reward_fn": 0.2},
     {"template.stop": ["x"], "sft.lora.target_modules": "all-linear"},
@@ -66,6 +72,8 @@ def test_the_server_refuses_a_wrong_override_and_says_where(overrides: Any, told
         validate({"overrides": overrides}, SCHEMA, raise_on_error=True)
     assert told in str(refused.value)
     assert len(str(refused.value)) < 400
+    with pytest.raises(ConfigError):
+        resolve("quickstart", overrides=overrides)
 
 
 @pytest.mark.parametrize(

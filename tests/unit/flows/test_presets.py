@@ -221,6 +221,8 @@ def test_a_section_changes_what_it_names_and_leaves_the_rest_to_the_preset() -> 
     changed = resolve("qwen-gsm8k", overrides={"ppo": {"lora": {"r": 8}, "reward": {}}, "data": {"arrivals": None}})
     assert changed.ppo.lora is not None
     assert (changed.ppo.lora.r, changed.ppo.lora.alpha, changed.ppo.lr) == (8, 32, preset.ppo.lr)
+    assert resolve("qwen-gsm8k", overrides={"ppo": {"lora": {}}}) == preset
+    assert resolve("quickstart", overrides={"data.lint": "drop", "data.lint.echo": "off"}).data.lint.default == "drop"
     assert resolve("gsm8k", overrides={"data": {"arrivals": {}}}).data.arrivals is not None
     assert resolve("gsm8k", overrides={"data": {"evaluation": {"path": "x"}}}).data.evaluation[0].subset is None
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tzlocal.unix
 
+from infra.errors import ServiceError
 from infra.services import deployments, prefect_api
 from infra.services.prefect_yaml import DeploymentEntry, hours_to_start
+from infra.settings import CHECKOUT, inherited_environment
 
 URL = "http://127.0.0.1:1/api"
 CRON = {"cron": "0 2 * * *", "timezone": "Europe/Berlin", "day_or": True}
@@ -162,3 +165,42 @@ def test_the_time_to_start_stands_in_a_tag() -> None:
     assert hours_to_start(["nightly"]) is None
     with pytest.raises(ValueError, match=r"written in hours: starts-within-6h"):
         DeploymentEntry.model_validate({**ENTRY.model_dump(exclude={"concurrency_limit"}), "tags": ["starts-within-6"]})
+
+
+def test_what_prefect_refuses_stays_as_it_was_and_the_others_are_registered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mine = on_server(parameters={"preset": "llama7b", "seed": -1})
+    there = {"pipeline/nightly": mine, "pipeline/other": on_server(), "pipeline/third": None}
+    entries = {name: ENTRY.model_copy(update={"name": name.partition("/")[2]}) for name in there}
+    posted: list[str] = []
+
+    def call(_url: str, _method: str, path: str, given: Any) -> Any:
+        if path == "/flows/":
+            return {"id": "1"}
+        if given["parameters"].get("seed") == -1:
+            raise prefect_api.RefusedError("-1 is less than the minimum of 0")
+        posted.append(given["name"])
+        return None if given["name"] == "third" else {}
+
+    monkeypatch.setattr(prefect_api, "call", call)
+    monkeypatch.setattr(prefect_api, "deployment", lambda _url, name: there[name])
+    monkeypatch.setattr(deployments, "_read_flows", lambda *_: {ENTRY.entrypoint: {"name": "pipeline"}})
+    before = {"pipeline/nightly": {"description": "of then"}}
+    said, refusals = deployments.deploy(tmp_path, URL, {}, tmp_path / "log", entries, before)
+    assert posted == ["other", "third"]
+    assert said == {**before, "pipeline/other": ENTRY.values()}, "the next time knows what was registered, and when"
+    assert refusals == [
+        "deployment pipeline/nightly stays as it was, as Prefect refuses it: -1 is less than the minimum of 0; seed is "
+        "as it was set in Prefect: correct it on the deployment's page, then `rlhf up` again",
+        "deployment pipeline/third stays as it was: there is no work pool 'rlhf'",
+    ]
+
+
+def test_a_flow_that_does_not_import_is_told(tmp_path: Path) -> None:
+    (tmp_path / "shift.py").write_text(
+        "from prefect import flow\nfrom nowhere import night\n\n\n@flow\ndef shift() -> None:\n    night()\n"
+    )
+    environment = {**inherited_environment(), "PYTHONPATH": str(CHECKOUT)}
+    with pytest.raises(ServiceError, match=r"cannot be imported: .*nowhere"):
+        deployments._read_flows(tmp_path, environment, tmp_path / "logs" / "deploy.log", ["shift.py:shift"])

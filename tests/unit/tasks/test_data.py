@@ -276,7 +276,7 @@ def test_a_first_run_on_300_rows_of_ones_own_begins(
     sizes: dict[str, int],
 ) -> None:
     caplog.set_level("INFO")
-    lengths = {"evaluation.max_new_tokens": 40, "template": {"prompt": CHATML}}
+    lengths = {"evaluation.max_new_tokens": 40, "template": {"prompt": CHATML, "chat_template": None}}
     path = write(tmp_path / "mine.jsonl", rows)
     first = begun(preset, model, path, **lengths, **overrides)
     assert first.data.splits.model_dump() == {**sizes, "development": 0}

@@ -9,8 +9,10 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.context import FlowRunContext
 from prefect.events import Event
+from prefect.settings import PREFECT_UI_URL, temporary_settings
 
 from infra.services.notices import ASKED, FAILED, KEPT, PROMOTED
+from infra.settings import Settings
 from tasks import context as contexts
 from tasks import events, plan
 from tasks.events import LONGEST_VERDICT, event_of, note_project, tell_failure, tell_that_it_asks, tell_verdict
@@ -126,3 +128,10 @@ def test_what_is_told_is_limited_and_has_no_secret_of_the_settings(monkeypatch: 
     verdict = event["payload"]["verdict"]
     assert verdict.startswith("refused ***, ***\\x1b[2J ⏎ yyy")
     assert len(verdict) < LONGEST_VERDICT + 50
+
+
+def test_the_runs_page_is_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://ann:secret@127.0.0.1:4200/api")
+    assert contexts.page_of(Settings(), "7") == "http://127.0.0.1:4200/runs/flow-run/7"
+    with temporary_settings({PREFECT_UI_URL: "https://prefect.example.org/"}):
+        assert contexts.page_of(Settings(), "7") == "https://prefect.example.org/runs/flow-run/7"

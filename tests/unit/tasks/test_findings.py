@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from tasks.report.findings import RULES, Figures, findings, hacks, learnt_little
+from rlhf_core.gating.conditions import Condition
+from rlhf_core.gating.paired_test import sign_test
+from rlhf_core.gating.power import power
+from tasks.report.findings import _OF_CONDITIONS, RULES, Figures, findings, hacks, learnt_little, refusals
+from tasks.results import Challenge, Decision, Parent
 from tests.unit.tasks.histories import PLANTED, changed, evaluation, hacked, healthy, little
 
 MADE = 20
@@ -78,9 +82,55 @@ def test_a_start_that_is_never_right_is_told_why_nothing_was_learnt() -> None:
 
 def test_every_key_that_advice_names_is_a_setting() -> None:
     config = PipelineConfig.model_validate({"name": "a", "data": {"task": "chain_sum"}}).model_dump()
-    for rule in RULES:
-        for key in _KEY.findall(rule.advice):
+    broken = [Condition(name, 2.0, 1.0, holds=False, told="") for name in ("KL per token", *_OF_CONDITIONS)]
+    for advised in (*RULES, *refusals(refused(conditions=broken))):
+        for key in _KEY.findall(advised.advice):
             part: Any = config
             for name in key.split("."):
                 assert name in part, key
                 part = part[name]
+
+
+def refused(**changed: Any) -> Decision:
+    """Return a decision that promotes nothing: 49 wins and 20 losses of 500 problems."""
+    known: dict[str, Any] = {
+        "promote": False, "reason": "", "policy": "policy/a@2", "incumbent": "policy/a@1", "champion": "policy/a@1",
+        "difference": 0.058, "low": 0.02, "high": 0.09, "wins": 49, "losses": 20, "problems": 500,
+        "p_value": sign_test(49, 20), "level": 0.05 / 365,
+    }  # fmt: skip
+    return Decision(**{**known, **changed})
+
+
+def test_a_gain_that_may_be_chance_is_told_with_how_many_problems_would_show_it() -> None:
+    [found] = refusals(refused())
+    assert found.cause == "The gain may be chance"
+    assert "with a probability of 0.00032; 0.00014 is needed" in found.told
+    needed = re.search(r"about ([\d,]+) problems", found.advice)
+    assert needed is not None
+    problems = int(needed[1].replace(",", ""))
+    assert power(problems=problems, gain=29 / 500, differing=69 / 500, level=0.05 / 365) == pytest.approx(0.8, abs=0.05)
+
+
+def test_a_challenger_is_waited_for() -> None:
+    nothing = Parent(uri="policy/a@2", digest="0")
+    challenge = Challenge(policy=nothing, against="0", nights=(), level=0.01, most_nights=3, is_open=True)
+    assert refusals(refused(challenge=challenge))[0].advice.startswith("wait: ")
+
+
+def test_what_broke_is_told_with_what_to_change_and_what_was_promoted_with_nothing() -> None:
+    broken = Condition("KL per token", 1.234567, 1.0, holds=False, told="25 nats an answer")
+    kept = Condition("length", 1.0, 1.5, holds=True, told="")
+    [found] = refusals(refused(conditions=(broken, kept), p_value=1e-5))
+    assert (found.cause, found.told) == ("KL per token broke", "1.23, at most 1 is asked (25 nats an answer)")
+    assert found.advice == "raise ppo.kl_coef, or lower ppo.lr"
+    assert (
+        refusals(refused(promote=True)) == refusals(refused(difference=-0.1)) == refusals(refused(p_value=None)) == []
+    )
+
+
+def test_a_hack_says_whether_the_kept_episode_lies_before_it() -> None:
+    run = hacked(1, "tags")
+    measured = replace(run, episodes=[{**row, "development": -abs(at - 3)} for at, row in enumerate(run.episodes)])
+    assert findings(measured)[0].told.endswith("; the policy is of episode 4, before that")
+    late = replace(run, episodes=[{**row, "development": at} for at, row in enumerate(run.episodes)])
+    assert "the policy is of" not in findings(late)[0].told

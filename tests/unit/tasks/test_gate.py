@@ -459,7 +459,7 @@ def test_a_policy_that_gains_is_refused_for_what_else_it_lost_with_figure_and_th
     assert decision.difference == 1.0
     assert not decision.promote
     # twenty of sixty are empty, none before
-    assert "empty answers: 0.333 beyond 0.01 (rise of the share: 0.333 after 0.000)" in decision.reason
+    assert "empty answers: 0.333, at most 0.01 is asked (rise of the share: 0.333 after 0.000)" in decision.reason
     assert decision.reason in caplog.messages[-1]
     assert [each.name for each in decision.conditions if not each.holds] == ["empty answers"]
     again = Decision.model_validate_json(decision.model_dump_json())

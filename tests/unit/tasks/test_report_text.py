@@ -323,7 +323,7 @@ def test_a_run_without_most_things_still_has_a_report() -> None:
     assert "![" not in text
 
 
-def test_the_gates_conditions_are_a_table_with_figure_threshold_and_outcome_and_a_suites_name_is_words() -> None:
+def test_the_gates_conditions_are_a_table_with_figure_what_is_asked_and_outcome_and_a_suites_name_is_words() -> None:
     conditions = (
         Condition("length", 1.25, 1.5, holds=True, told="times the incumbent's mean"),
         Condition("empty answers", 0.125, 0.01, holds=False, told="rise of the share"),
@@ -332,9 +332,9 @@ def test_the_gates_conditions_are_a_table_with_figure_threshold_and_outcome_and_
     decision = facts().decision.model_copy(update={"promote": False, "conditions": conditions})
     text = report_text(facts(decision=decision), {})
     lines = text.splitlines()
-    assert "| condition | figure | threshold | outcome |" in lines
-    assert "| length | 1.250 | 1.5 | holds |" in lines
-    assert "| empty answers | 0.125 | 0.01 | **broken** |" in lines
+    assert "| condition | figure | asked | outcome |" in lines
+    assert "| length | 1.250 | at most 1.5 | holds |" in lines
+    assert "| empty answers | 0.125 | at most 0.01 | **broken** |" in lines
     html = HTML(text)
     assert "<img" not in html
     assert "<a " not in html
@@ -352,4 +352,4 @@ def test_the_kept_episode_is_marked_and_told() -> None:
         StageResult(stage="ppo", uri="policy/a@1", digest="", reused=False, seconds=1, metrics=metrics)
     )
     assert "3 episodes of 6, as a night's budget ended, stopped: KL" in told
-    assert "episode 2 of 3 kept (0.750 on the development split)" in told
+    assert "the policy is of episode 2 (0.750 on the development split)" in told

@@ -208,7 +208,7 @@ def test_a_stage_of_another_night_costs_nothing_and_the_whole_run_costs_its_hour
 
 def test_the_gain_is_the_first_condition() -> None:
     decision = facts().decision.model_copy(update={"p_value": 0.2, "level": 0.01})
-    assert condition_cells(decision).rows[0] == ("gain (p: as large by chance)", "0.2", "0.01", "may be chance")
+    assert condition_cells(decision).rows[0] == ("gain (p: as large by chance)", "0.2", "at most 0.01", "may be chance")
 
 
 def test_of_a_long_difference_the_first_lines_are_shown_and_the_rest_is_counted() -> None:

@@ -147,21 +147,27 @@ def look_for_arrivals(context: Context, config: PipelineConfig, as_of: str | Non
         ConfigError: `as_of` is no day, or the data do not arrive.
         DataError: a source is missing or cannot be reached.
     """
-    from rlhf_core.data.arriving import ARRIVING, is_anything_new
+    from rlhf_core.data.arriving import is_anything_new
 
     if config.data.arrivals is None:
         if as_of is not None:
             raise ConfigError("as_of is for data that arrive; set data.arrivals, or leave as_of out")
         return
-    if not any(getattr(config.data, role) for role in ARRIVING):
-        raise ConfigError(
-            "data.arrivals needs sources that grow: give `data`, or one of data." + ", data.".join(ARRIVING)
-        )
+    _refuse_without_sources(config)
     night = settle_night(context, config, as_of)
     ledger = _ledger(context, night)
     access = data_access(context.settings)
     if learns and not ledger.waiting and not is_anything_new(config.data, ledger, access, night.as_of):
         raise NothingNewError(config, nothing_new(context, night, ledger))
+
+
+def _refuse_without_sources(config: PipelineConfig) -> None:
+    from rlhf_core.data.arriving import ARRIVING
+
+    if not any(getattr(config.data, role) for role in ARRIVING):
+        raise ConfigError(
+            "data.arrivals needs sources that grow: give `data`, or one of data." + ", data.".join(ARRIVING)
+        )
 
 
 def arriving_role(
@@ -517,11 +523,13 @@ def foresee(context: Context, config: PipelineConfig, template: PromptTemplate |
         template: as `read_set` takes it.
 
     Raises:
-        DataError: a source cannot be reached.
+        ConfigError: no source grows.
+        DataError: one cannot be reached.
     """
     from rlhf_core.data.arriving import as_set, count_waiting, read_new, refuse_too_many_bad
 
     assert config.data.arrivals is not None
+    _refuse_without_sources(config)
     night = _night(context, config, datetime.now(UTC))
     ledger, (marks, left), refused = _ledger(context, night), _left(context, night), None
     arrived = read_new(config.data, ledger, marks, data_access(context.settings), template, as_of=night.as_of)

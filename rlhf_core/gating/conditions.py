@@ -125,7 +125,7 @@ def side_conditions(compared: Compared, config: ConditionsConfig) -> tuple[Condi
             each.threshold,
             holds=each.figure is None or not each.beyond or each.name in explained,
             told=each.told
-            + ("; it is beyond, as chance alone may be" if each.beyond and each.name in explained else ""),
+            + ("; beyond what is asked, as chance alone may do" if each.beyond and each.name in explained else ""),
             is_least=each.is_least,
         )
         for each in findings

@@ -124,8 +124,8 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     if whole:
         spent = f", cost {whole['money']:.2f}" if whole["money"] else ""
         tiles.append((f"took{spent}", duration(whole["seconds"]), ""))
-    word = "finding" if len(facts.findings) == 1 else "findings"
-    tiles.append((word, str(len(facts.findings)), "bad" if facts.findings else ""))
+    word = "finding" if len(facts.reasons) == 1 else "findings"
+    tiles.append((word, str(len(facts.reasons)), "bad" if facts.reasons else ""))
     return tiles
 
 

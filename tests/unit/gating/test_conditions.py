@@ -42,7 +42,7 @@ def test_two_long_answers_of_many_are_chance_and_the_condition_says_so() -> None
     length = found(of_both(outcomes(), after))["length"]
     assert length.figure == pytest.approx((38 * 10 + 2 * 500) / 400)
     assert length.holds
-    assert length.told.endswith("it is beyond, as chance alone may be")
+    assert length.told.endswith("beyond what is asked, as chance alone may do")
 
 
 def test_a_category_that_lost_is_named_though_another_gained_more() -> None:
@@ -78,7 +78,7 @@ def test_what_was_paid_may_not_rise_while_what_is_verified_falls() -> None:
     both_fell = found(of_both([], [], ppo={**stored, **spread, "last_score": -0.5}))["verified reward"]
     assert both_fell.holds
     few = {name: 20 if name.endswith("samples") else value for name, value in spread.items()}
-    assert found(of_both([], [], ppo={**stored, **few}))["verified reward"].told.endswith("as chance alone may be")
+    assert found(of_both([], [], ppo={**stored, **few}))["verified reward"].told.endswith("as chance alone may do")
     assert found(of_both([], [], ppo=stored))["verified reward"].figure is None
 
 

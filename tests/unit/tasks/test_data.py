@@ -239,6 +239,9 @@ OWN_PAIRS = [
 ]
 
 
+TEMPLATE = {"template": {"prompt": CHATML, "chat_template": None}}  # one of the presets has a chat template
+
+
 def begun(preset: str, model: Path, path: str, reads: tuple[str, ...] = SPLITS, **overrides: Any) -> PipelineConfig:
     """What a flow begins with, data of one's own stored: as `flows.begin`, without Prefect."""
     draft = draft_of(preset, model=str(model), data=path, overrides=overrides)
@@ -276,7 +279,7 @@ def test_a_first_run_on_300_rows_of_ones_own_begins(
     sizes: dict[str, int],
 ) -> None:
     caplog.set_level("INFO")
-    lengths = {"evaluation.max_new_tokens": 40, "template": {"prompt": CHATML, "chat_template": None}}
+    lengths = {"evaluation.max_new_tokens": 40, **TEMPLATE}
     path = write(tmp_path / "mine.jsonl", rows)
     first = begun(preset, model, path, **lengths, **overrides)
     assert first.data.splits.model_dump() == {**sizes, "development": 0}
@@ -296,7 +299,7 @@ def test_a_first_run_on_300_rows_of_ones_own_begins(
 def test_sizes_that_the_user_set_are_kept_or_all_told_at_once_with_what_works(model: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", OWN)
     asked = {"data.splits.ppo": 300, "ppo.train_batch_size": 48, "ppo.prompts_per_episode": 64}
-    lengths = {"evaluation.max_new_tokens": 8, "sft.max_length": 30, "template": {"prompt": CHATML}}
+    lengths = {"evaluation.max_new_tokens": 8, "sft.max_length": 30, **TEMPLATE}
     with pytest.raises(DataError, match=r"^4 things stand in the way.*with these overrides it works") as refused:
         begun("quickstart", model, path, **asked, **lengths)
     told = str(refused.value)
@@ -314,7 +317,7 @@ def test_sizes_that_the_user_set_are_kept_or_all_told_at_once_with_what_works(mo
     assert begun("quickstart", model, path, **asked | lengths | offered) == config
 
 
-BARE = {"template": {"prompt": CHATML}, "evaluation.max_new_tokens": 40}
+BARE = {**TEMPLATE, "evaluation.max_new_tokens": 40}
 JUDGED_BY_MODEL = {"ppo.reward.verifier": 0, "ppo.reward.reward_model": 1, "evaluation.judge": "reward_model"}
 
 
@@ -424,7 +427,7 @@ def test_a_stage_alone_takes_every_row_and_minds_no_key_of_ppo(model: Path, tmp_
     path = write(tmp_path / "mine.jsonl", OWN)
     every = {"data.heldout_fraction": 0, "data.splits.preferences": 0, "data.splits.ppo": 0}
     asked = {**every, "data.splits.sft": 300, "ppo.train_batch_size": 48, "ppo.prompts_per_episode": 64}
-    bare = {"template": {"prompt": CHATML}, "evaluation.max_new_tokens": 40}
+    bare = {**TEMPLATE, "evaluation.max_new_tokens": 40}
     alone = begun("quickstart", model, path, ("sft",), **asked, **bare)
     splits = {"sft": 300, "preferences": 0, "ppo": 0, "evaluation": 0, "development": 0}
     assert alone.data.splits.model_dump() == splits

@@ -663,7 +663,7 @@ def test_a_check_of_data_that_arrive_takes_one_path(nights: Nights, capsys: pyte
     assert "one path is checked" in " ".join(capsys.readouterr().err.split())
     assert main(["data", "check", "one", "-p", "episode=3"]) == 1
     assert "a check takes the parameters name, model" in " ".join(capsys.readouterr().err.split())
-    without = {"data.arrivals": {}, "data.demonstrations": None}
+    without: dict[str, Any] = {"data.arrivals": {}, "data.demonstrations": None}
     assert main(["data", "check", "-p", f"model={nights.model}", "-p", f"overrides={json.dumps(without)}"]) == 1
     assert "data.arrivals needs sources that grow" in " ".join(capsys.readouterr().err.split())
     assert main(["data", "check", "one", "-p", "overrides=ppo.lr=1"]) == 1

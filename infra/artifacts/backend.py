@@ -72,6 +72,9 @@ class Backend(Protocol):
             most: only the first so many; a place that has all of them at once may return all.
         """
 
+    def tags(self, prefix: str) -> dict[str, str]:
+        """Return the names directly under a prefix, each with the tag that the list gives it, or with none."""
+
     def size(self, key: str) -> int | None:
         """Return the size of an object in bytes, or None if there is none."""
 

@@ -8,14 +8,20 @@ The *key index* has an entry for what was made from some inputs, and one for eac
 written before the manifest that it leads to, so that a writer who is killed after the manifest finds it again. The
 entry of a key is written after the manifest, because what it leads to counts as finished. An entry that leads to
 nothing, or to other content, says nothing: the next writer of the same replaces it, and a collection removes it.
+
+What reads all manifests would take longer with every night. A bucket's list names the MD5 of each object, so those that
+this machine has read before stay on its disk, and are not asked for again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Collection
 from contextlib import suppress
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from uuid import uuid4
 
 from infra.artifacts.aliases import list_aliases, read_alias
 from infra.artifacts.backend import Backend, Stored, in_parallel
@@ -23,6 +29,7 @@ from infra.artifacts.manifest import Manifest
 from infra.artifacts.ref import (
     KINDS,
     LATEST,
+    MANIFEST,
     VERSIONS,
     ArtifactRef,
     Reference,
@@ -48,37 +55,34 @@ FEW = 50
 ATTEMPTS = 5
 """How often an entry is read again that others change between two requests; to miss one costs one more version."""
 _HIGHEST = 99_999_999
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _CONTENT = re.compile(r"content-[0-9a-f]{64}\.json")
 
 
 class Catalog:
-    """The manifests of a store. What exists is listed each time; what a manifest says never changes."""
+    """The manifests of a store. What exists is listed each time; what a manifest says never changes.
 
-    def __init__(self, backend: Backend) -> None:
+    Args:
+        backend: where they are.
+        directory: where those that were read are kept for later processes; None keeps none.
+    """
+
+    def __init__(self, backend: Backend, directory: Path | None = None) -> None:
         self._backend = backend
+        self._kept = KeptManifests(directory)
         self._known: dict[tuple[str, str], dict[int, Manifest]] = {}
 
     def versions(self, kind: str, name: str) -> list[int]:
         """Return the numbers of an artifact's versions, lowest first, without reading any."""
-        versions = version_numbers(self._backend.children(versions_prefix(kind, name)))
-        self._forget_all_but(kind, name, versions)
-        return versions
+        return list(self._tagged(kind, name))
 
     def read(self, kind: str, name: str, version: int) -> Manifest | None:
         """Return the manifest of a version, or None if there is none."""
         stored = self._backend.read(version_key(kind, name, version))
         if stored is None:
             return None
-        uri = version_uri(kind, name, version)
-        manifest = Manifest.from_json(stored.data, uri)
-        if manifest.uri != uri:
-            raise StoreError(f"the manifest {uri} says that it is {manifest.uri}: the store has been altered by hand")
-        self.remember(manifest)
-        return manifest
-
-    def known(self, kind: str, name: str, version: int) -> Manifest | None:
-        """Return the manifest of a version that was just listed, read once for all."""
-        return self._known.get((kind, name), {}).get(version) or self.read(kind, name, version)
+        self._kept.add(stored)
+        return self._parsed(stored.data, version_uri(kind, name, version))
 
     def remember(self, manifest: Manifest) -> None:
         """Keep a manifest that was read or written, so that it need not be read again while it is listed."""
@@ -97,9 +101,11 @@ class Catalog:
         """Return the manifests of a kind and name, or of all kinds or names, in order."""
         kinds = KINDS if kind is None else (check_kind(kind),)
         artifacts = [(each, found) for each in kinds for found in ([name] if name else self._folders(each))]
-        listed = in_parallel(lambda artifact: self.versions(*artifact), artifacts)
-        versions = [(*artifact, each) for artifact, found in zip(artifacts, listed, strict=True) for each in found]
-        found = in_parallel(lambda version: self.known(*version), versions)
+        listed = in_parallel(lambda artifact: self._tagged(*artifact), artifacts)
+        versions = [(*each, *version) for each, tags in zip(artifacts, listed, strict=True) for version in tags.items()]
+        found = in_parallel(lambda version: self._of_tag(*version), versions)
+        if kind is name is None:
+            self._kept.keep_only([tag for *_, tag in versions])
         return [manifest for manifest in found if manifest is not None]
 
     def resolve(self, text: str) -> Manifest:
@@ -150,11 +156,31 @@ class Catalog:
             )
         return names
 
-    def _forget_all_but(self, kind: str, name: str, versions: list[int]) -> None:
-        """Forget what is gone: its number may be taken again, by other content."""
+    def _tagged(self, kind: str, name: str) -> dict[int, str]:
+        """Return the tags of an artifact's versions by number, lowest first.
+
+        What is gone is forgotten: its number may be taken again, by other content.
+        """
+        tags = self._backend.tags(versions_prefix(kind, name))
+        versions = dict(sorted((int(match[1]), tags[match[0]]) for match in map(MANIFEST.fullmatch, tags) if match))
         known = self._known.get((kind, name), {})
         for gone in set(known).difference(versions):  # of a copy: other threads remember meanwhile
             known.pop(gone, None)
+        return versions
+
+    def _of_tag(self, kind: str, name: str, version: int, tag: str) -> Manifest | None:
+        """Return the manifest of a version that was just listed, read once for all."""
+        if known := self._known.get((kind, name), {}).get(version):
+            return known
+        kept = self._kept.find(tag)
+        return self.read(kind, name, version) if kept is None else self._parsed(kept, version_uri(kind, name, version))
+
+    def _parsed(self, data: bytes, uri: str) -> Manifest:
+        manifest = Manifest.from_json(data, uri)
+        if manifest.uri != uri:
+            raise StoreError(f"the manifest {uri} says that it is {manifest.uri}: the store has been altered by hand")
+        self.remember(manifest)
+        return manifest
 
     def _look_up(self, reference: Reference) -> Manifest | None:
         kind, name = reference.kind, reference.name
@@ -206,6 +232,51 @@ class Catalog:
         aliases = [LATEST, *list_aliases(self._backend, kind, name)]
         hint = did_you_mean(reference.selector, aliases)
         return f"{hint}; the aliases of {kind}/{name} are {enumerate_names(aliases)}, and its versions {numbers}"
+
+
+class KeptManifests:
+    """Manifests on this machine's disk, by the MD5 of their bytes, which is hashed again whenever they are read.
+
+    Other tags find nothing: those of a place that encrypts, or has none. A disk that refuses costs requests.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+
+    def find(self, tag: str) -> bytes | None:
+        """Return the manifest whose object has this tag in the list, or None if it is not kept."""
+        if self._directory is not None and (md5 := _named_md5(tag)):
+            with suppress(OSError):
+                data = (self._directory / md5).read_bytes()
+                return data if _md5(data) == md5 else None
+        return None
+
+    def add(self, manifest: Stored) -> None:
+        """Keep what was read."""
+        if self._directory is not None and _named_md5(manifest.tag) == (md5 := _md5(manifest.data)):
+            with suppress(OSError):
+                self._directory.mkdir(parents=True, exist_ok=True)
+                temporary = self._directory / uuid4().hex
+                temporary.write_bytes(manifest.data)
+                temporary.replace(self._directory / md5)
+
+    def keep_only(self, tags: Collection[str]) -> None:
+        """Remove all that have none of these tags, and what killed writers left."""
+        if self._directory is not None:
+            listed = set(map(_named_md5, tags))
+            with suppress(OSError):
+                for path in self._directory.iterdir():
+                    if path.name not in listed:
+                        path.unlink(missing_ok=True)
+
+
+def _named_md5(tag: str) -> str | None:
+    """Return the MD5 that an ETag is, or None if it is something else."""
+    return match[1] if (match := _MD5.fullmatch(tag)) else None
+
+
+def _md5(data: bytes) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 def highest_version(backend: Backend, kind: str, name: str, *, leave_hint: bool = False) -> int:

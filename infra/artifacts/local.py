@@ -106,11 +106,11 @@ class LocalBackend:
     def children(self, prefix: str, after: str = "", most: int | None = None) -> list[str]:
         """Return the sorted names directly under a prefix, however many are asked for: a directory is read whole."""
         del most
-        with self._explained(f"list {prefix} in"):
-            try:
-                return sorted(name for name in os.listdir(self._path(prefix)) if name > after)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+        return sorted(name for name in self._list(prefix) if name > after)
+
+    def tags(self, prefix: str) -> dict[str, str]:
+        """Return the names directly under a prefix, without tags: those would be made by reading each file."""
+        return dict.fromkeys(self._list(prefix), "")
 
     def size(self, key: str) -> int | None:
         """Return the size of an object in bytes, or None if there is none."""
@@ -133,6 +133,13 @@ class LocalBackend:
         with self._explained(f"read {key} in"), self._path(key).open("rb") as file:
             while piece := file.read(CHUNK_BYTES):
                 yield piece
+
+    def _list(self, prefix: str) -> list[str]:
+        with self._explained(f"list {prefix} in"):
+            try:
+                return os.listdir(self._path(prefix))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def _path(self, key: str) -> Path:
         return self._root / key

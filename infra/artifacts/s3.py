@@ -121,18 +121,26 @@ class S3Backend:
         self._call(f"deleting {key}", "delete_object", limit_s=limit_s, stops_count=True, Key=self._prefix + key)
 
     def children(self, prefix: str, after: str = "", most: int | None = None) -> list[str]:
-        """Return the sorted names directly under a prefix, page by page."""
+        """Return the sorted names directly under a prefix."""
+        return sorted(self._list(prefix, after, most))
+
+    def tags(self, prefix: str) -> dict[str, str]:
+        """Return the names directly under a prefix, each with its ETag; folders have none."""
+        return self._list(prefix)
+
+    def _list(self, prefix: str, after: str = "", most: int | None = None) -> dict[str, str]:
+        """Return names with their ETags, page by page."""
         full = self._prefix + prefix
-        names: list[str] = []
+        found: dict[str, str] = {}
         more: dict[str, Any] = {"StartAfter": full + after} if after else {}
         while True:
-            limit: dict[str, Any] = {} if most is None else {"MaxKeys": most - len(names)}
+            limit: dict[str, Any] = {} if most is None else {"MaxKeys": most - len(found)}
             page = self._call(f"listing {prefix}", "list_objects_v2", Prefix=full, Delimiter="/", **more, **limit)
-            found = [item["Key"] for item in page.get("Contents", ())]
-            found += [item["Prefix"] for item in page.get("CommonPrefixes", ())]
-            names += [name.removeprefix(full).rstrip("/") for name in found if name != full]
-            if not page.get("IsTruncated") or len(names) == most:
-                return sorted(names)
+            keys = [(item["Key"], item["ETag"]) for item in page.get("Contents", ())]
+            keys += [(item["Prefix"], "") for item in page.get("CommonPrefixes", ())]
+            found |= {key.removeprefix(full).rstrip("/"): tag for key, tag in keys if key != full}
+            if not page.get("IsTruncated") or len(found) == most:
+                return found
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def size(self, key: str) -> int | None:

@@ -6,6 +6,7 @@ A version appears whole or not at all, because its manifest is written last (doc
 from __future__ import annotations
 
 import builtins
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -136,7 +137,8 @@ class ArtifactStore:
 
     def __init__(self, backend: Backend, cache_dir: Path, cache_limit_gb: float = LIMIT_GB) -> None:
         self._backend = backend
-        self._catalog = Catalog(backend)
+        place = hashlib.sha256(backend.url.encode()).hexdigest()[:16]
+        self._catalog = Catalog(backend, cache_dir / "manifests" / place)
         self._cache = Cache(cache_dir / "artifacts", int(cache_limit_gb * GB))
 
     @property
@@ -270,7 +272,7 @@ class ArtifactStore:
         """Delete all but the newest versions of an artifact, and the blobs that only they reached.
 
         Where there is something to delete, all names of the store are listed twice, all aliases are read, and each
-        manifest is read that this object has not read before.
+        manifest is read that this machine has not read before.
 
         Args:
             kind: of the artifact.
@@ -310,7 +312,7 @@ class ArtifactStore:
         return trace(self.resolve(reference), self._catalog.held)
 
     def descendants(self, reference: str | ArtifactRef) -> Descent:
-        """Return what was made from an artifact, and what was made from that; all manifests are read for it."""
+        """Return what was made from an artifact, and what was made from that; all manifests are looked at."""
         root = self.resolve(reference)
         return descend(root, self._catalog.every())
 

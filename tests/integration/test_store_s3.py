@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import ArtifactStore
-from infra.artifacts.backend import Backend
+from infra.artifacts.backend import Backend, Stored
 from infra.artifacts.commit import PIECE_BYTES
+from infra.artifacts.s3 import S3Backend
 from infra.errors import StoreError
 from tests.integration.s3_stores import given_backend, given_prefix, given_store  # noqa: F401 - fixtures
 from tests.integration.seaweed import seaweed_server  # noqa: F401 - a fixture
@@ -94,6 +96,45 @@ def test_a_long_listing_is_read_to_its_end(backend: Backend, store: ArtifactStor
     assert backend.children("versions/policy/p/", most=1003) == names[:1003]
     with pytest.raises(StoreError, match="the manifest policy/p@1004 cannot be read"):
         store.latest("policy", "p")
+
+
+def test_a_manifest_is_asked_for_once_by_a_machine(
+    store: ArtifactStore, backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a night reads of the store does not grow with the nights before; what has changed there is read again."""
+    reads: list[str] = []
+    read = S3Backend.read
+
+    def noted(self: S3Backend, key: str) -> Stored | None:
+        reads.append(key)
+        return read(self, key)
+
+    def look() -> list[str]:
+        """Return what another process of this machine sees."""
+        reads.clear()
+        return [manifest.digest for manifest in ArtifactStore(backend, tmp_path / "cache").list()]
+
+    digests = [store.commit("policy", "p", {"f": b"%d" % number}).digest for number in range(4)]
+    keys = [f"versions/policy/p/{number:08d}.json" for number in range(1, 5)]
+    monkeypatch.setattr(S3Backend, "read", noted)
+    assert look() == digests
+    assert sorted(reads) == keys
+    assert look() == digests
+    assert reads == []
+    [folder] = (tmp_path / "cache" / "manifests").iterdir()
+    damaged, *_ = sorted(folder.iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (folder / "of-a-killed-writer").touch()
+    assert look() == digests
+    assert len(reads) == 1  # a kept one that is damaged is no more than one that is missing
+
+    first = backend.read(keys[0])
+    assert first is not None
+    backend.upload(keys[3], json.dumps(json.loads(first.data) | {"version": 4}).encode())
+    backend.delete(keys[1])
+    assert look() == [digests[0], digests[2], digests[0]]
+    assert reads == [keys[3]]
+    assert len(list(folder.iterdir())) == 3
 
 
 def test_listing_begins_after_a_name_and_ends_where_it_may(backend: Backend) -> None:

@@ -113,7 +113,7 @@ class PruningContract:
 
             return noted
 
-        for method in ("read", "children"):
+        for method in ("read", "children", "tags"):
             monkeypatch.setattr(store._backend, method, note_manifests(getattr(store._backend, method)))
         assert store.prune("ppo-state", "run", keep=2) == [0]
         own = "versions/ppo-state/run/"

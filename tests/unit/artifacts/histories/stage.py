@@ -153,6 +153,10 @@ class WatchedBackend:
         found: list[str] = self._request("children", prefix, b"", after, most)
         return found
 
+    def tags(self, prefix: str) -> dict[str, str]:
+        found: dict[str, str] = self._request("tags", prefix)
+        return found
+
     def size(self, key: str) -> int | None:
         found: int | None = self._request("size", key)
         return found
@@ -253,6 +257,9 @@ class MemoryBackend:
     def children(self, prefix: str, after: str = "", most: int | None = None) -> list[str]:
         found = {key[len(prefix) :].partition("/")[0] for key in self._objects if key.startswith(prefix)}
         return sorted(name for name in found if name > after)[:most]
+
+    def tags(self, prefix: str) -> dict[str, str]:
+        return dict.fromkeys(self.children(prefix), "")
 
     def size(self, key: str) -> int | None:
         return len(self._objects[key]) if key in self._objects else None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from flows.presets.keys import FORMER, keys, no_such_key, sections
+from flows.presets.keys import FORMER, keys, no_such_key
 from infra.strict_yaml import load_yaml
 from rlhf_core.config import PipelineConfig, SplitsConfig
 from rlhf_core.config.ppo import BATCHES, MICRO
@@ -122,7 +122,7 @@ def draft_of(
         changes = {key: value for key, value in changes.items() if key not in FORMER}
     faults = _changed(values, changes)
     if not goes_on:
-        faults += [Fault(no_such_key(key), {}) for key in _leaves(preset_says) if key in FORMER]
+        faults += [Fault(no_such_key(key), {}) for key in sorted(_leaves(preset_says)) if key in FORMER]
     sizes = _sizes(values, _fixed(values, changes, data))
     settled = settle(sizes) if sizes is not None else None
     if settled is not None:
@@ -149,13 +149,14 @@ def _by_key(given: Mapping[str, Any], preset_says: Mapping[str, Any]) -> dict[st
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"overrides must be a mapping such as {{'ppo.lr': 1e-5}}, but it is {given!r:.200}")
-    known, said = sections(), set(_places(preset_says))
+    sections = {key.name: key for key in keys() if key.is_section}
+    said = {key for key, value in _dotted(preset_says) if isinstance(value, Mapping)}
 
     def by_key(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
             key = f"{prefix}{name}" if prefix else name
-            is_section = key in known and isinstance(value, Mapping) and "." not in name
-            if is_section and (value or not known[key] or key in said):
+            is_section = key in sections and isinstance(value, Mapping) and "." not in name
+            if is_section and (value or not sections[key].may_be_null or key in said):
                 yield from by_key(value, f"{key}.")
             else:
                 yield key, value
@@ -176,12 +177,12 @@ def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> list[Fault]:
 
 def _fixed(values: Mapping[str, Any], changes: Mapping[str, Any], data: str | None) -> tuple[frozenset[str], ...]:
     """Return which sizes are kept, and which where that cannot be, if the run has data or sizes of its own."""
-    set_here = set(_leaves(changes))
+    set_here = _leaves(changes)
     mine = frozenset(set_here & set(KEYS))
     other_data = (data is not None and not data.startswith("dataset/")) or any(
         f"{key}.".startswith(f"{name}.") for key in set_here for name in _DATA
     )
-    in_preset = set(_leaves(values)) & set(BATCHES if other_data else KEYS)
+    in_preset = _leaves(values) & set(BATCHES if other_data else KEYS)
     as_in_the_preset = data is None and not other_data and not set_here & {*KEYS, *_OF_BATCHES}
     if as_in_the_preset:
         return (mine | in_preset,)
@@ -223,21 +224,17 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
     return inner
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every value."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+def _leaves(values: Mapping[str, Any]) -> set[str]:
+    """Return the dotted key of every value that is no mapping."""
+    return {key for key, value in _dotted(values) if not isinstance(value, Mapping)}
 
 
-def _places(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every mapping within."""
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value with its dotted key, a mapping before what is in it."""
     for key, value in values.items():
+        yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
-            yield f"{prefix}{key}"
-            yield from _places(value, f"{prefix}{key}.")
+            yield from _dotted(value, f"{prefix}{key}.")
 
 
 def preset_values(preset: str) -> dict[str, Any]:
@@ -305,9 +302,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     if not isinstance(key, str):
         raise ConfigError(f"a key of overrides must be text such as 'ppo.lr', but it is {key!r}")
-    known = dict(keys())
-    head = next((name for name in known if key == name or (known[name] and key.startswith(f"{name}."))), None)
-    if head is None:
+    if not any(key == each.name or (each.is_free and key.startswith(f"{each.name}.")) for each in keys()):
         raise ConfigError(no_such_key(key))
     *path, last = key.split(".")
     for part in path:
@@ -340,7 +335,7 @@ def _complaint(error: ErrorDetails, place: str) -> str:
     elif error["type"] == "missing":
         text = f"{place} is missing"
     elif error["type"] == "model_type":
-        inner = [name for name in dict(keys()) if name.startswith(f"{place}.")][:3]
+        inner = [key.name for key in keys() if key.name.startswith(f"{place}.")][:3]
         such = f", such as {', '.join(inner)}" if inner else ""
         text = f"{place} must be a mapping of its keys{such}, but it is {given}"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import takewhile
-from typing import get_args, get_origin
+from typing import NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -108,31 +108,28 @@ FORMER = {
 """Keys of earlier releases, and what replaces them."""
 
 
-def keys(config: type[BaseModel] = PipelineConfig, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield every dotted key, and whether free keys may follow it (a mapping such as task parameters)."""
+class Key(NamedTuple):
+    """A place in the configuration."""
+
+    name: str
+    """Dotted."""
+    is_free: bool
+    """Free keys may follow it: it is a mapping such as task parameters."""
+    is_section: bool
+    """It has keys of its own, and no other form."""
+    may_be_null: bool
+
+
+def keys(config: type[BaseModel] = PipelineConfig, prefix: str = "") -> Iterator[Key]:
+    """Yield every key, a section before what is in it."""
     for name, field in config.model_fields.items():
         kinds = [field.annotation, *get_args(field.annotation)]
         nested = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
-        yield f"{prefix}{name}", any(get_origin(each) is dict for each in kinds)
+        null = type(None) in kinds
+        is_section = nested is not None and (nested is field.annotation or null)
+        yield Key(f"{prefix}{name}", any(get_origin(each) is dict for each in kinds), is_section, null)
         if nested is not None:
             yield from keys(nested, f"{prefix}{name}.")
-
-
-def sections() -> dict[str, bool]:
-    """Return the dotted key of each part of the configuration that has keys of its own, and whether it may be null."""
-
-    def within(config: type[BaseModel], prefix: str) -> Iterator[tuple[str, bool]]:
-        for name, field in config.model_fields.items():
-            kinds = [
-                field.annotation,
-                *(get_args(field.annotation) if type(None) in get_args(field.annotation) else ()),
-            ]
-            inner = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
-            if inner is not None:
-                yield f"{prefix}{name}", type(None) in kinds
-                yield from within(inner, f"{prefix}{name}.")
-
-    return dict(within(PipelineConfig, ""))
 
 
 def no_such_key(key: str) -> str:
@@ -151,7 +148,7 @@ def meant(key: str) -> list[str]:
         >>> meant("ppo.learning_rate")
         ['ppo.lr']
     """
-    known = [name for name, _ in keys()]
+    known = [key.name for key in keys()]
     parts = [part for part in key.lower().replace("-", "_").split(".") if not part.isdigit()]
     by_word: dict[str, dict[str, None]] = {}  # the inner ones used as ordered sets
     for name in known:

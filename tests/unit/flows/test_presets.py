@@ -364,7 +364,7 @@ def test_a_key_by_its_name_elsewhere_is_understood(written: str, ours: str) -> N
 
 
 def test_every_key_that_is_called_otherwise_elsewhere_is_one_of_ours() -> None:
-    known = {name for name, _ in keys()}
+    known = {key.name for key in keys()}
     for key, names in ELSEWHERE.items():
         assert key in known or (key.startswith("*.") and any(name.endswith(key[1:]) for name in known)), key
         assert not any(name == key or name == key.removeprefix("*.") for name in names.split()), key

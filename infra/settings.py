@@ -170,7 +170,7 @@ class Settings(BaseSettings):
 
     @property
     def cache_dir(self) -> Path:
-        """Fetched artifacts."""
+        """Fetched artifacts, and manifests that were read."""
         return self.home / "cache"
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+from uuid import uuid4
 
 from infra.artifacts import ArtifactRef, ArtifactStore
 from infra.artifacts.backend import Backend, in_parallel
@@ -90,7 +91,7 @@ def _times(backend: Backend, cache: Path, count: int) -> dict[str, float]:
     """Return milliseconds of each operation, by a process that knows nothing of the store yet."""
 
     def fresh() -> ArtifactStore:
-        return ArtifactStore(backend, cache)
+        return ArtifactStore(backend, cache / uuid4().hex)  # nor of its manifests on this machine's disk
 
     operations: dict[str, tuple[int, Callable[[], object]]] = {
         "resolve_version": (REPEATS, lambda: fresh().resolve(f"{KIND}/{NAME}@{count // 2}")),

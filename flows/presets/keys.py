@@ -109,15 +109,16 @@ FORMER = {
 
 
 class Key(NamedTuple):
-    """A place in the configuration."""
+    """A key of the configuration."""
 
     name: str
     """Dotted."""
     is_free: bool
     """Free keys may follow it: it is a mapping such as task parameters."""
     is_section: bool
-    """It has keys of its own, and no other form."""
+    """Its value is a mapping of keys of its own."""
     may_be_null: bool
+    """Null switches it off, or clears it."""
 
 
 def keys(config: type[BaseModel] = PipelineConfig, prefix: str = "") -> Iterator[Key]:
@@ -125,9 +126,9 @@ def keys(config: type[BaseModel] = PipelineConfig, prefix: str = "") -> Iterator
     for name, field in config.model_fields.items():
         kinds = [field.annotation, *get_args(field.annotation)]
         nested = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
-        null = type(None) in kinds
-        is_section = nested is not None and (nested is field.annotation or null)
-        yield Key(f"{prefix}{name}", any(get_origin(each) is dict for each in kinds), is_section, null)
+        may_be_null = type(None) in kinds
+        is_section = nested is not None and (nested is field.annotation or may_be_null)
+        yield Key(f"{prefix}{name}", any(get_origin(each) is dict for each in kinds), is_section, may_be_null)
         if nested is not None:
             yield from keys(nested, f"{prefix}{name}.")
 

@@ -73,7 +73,7 @@ class Backend(Protocol):
         """
 
     def tags(self, prefix: str) -> dict[str, str]:
-        """Return the names directly under a prefix, each with the tag that the list gives it, or with none."""
+        """Return the names directly under a prefix, each with the tag that the list gives it, or with an empty one."""
 
     def size(self, key: str) -> int | None:
         """Return the size of an object in bytes, or None if there is none."""

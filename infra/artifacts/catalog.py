@@ -9,8 +9,8 @@ written before the manifest that it leads to, so that a writer who is killed aft
 entry of a key is written after the manifest, because what it leads to counts as finished. An entry that leads to
 nothing, or to other content, says nothing: the next writer of the same replaces it, and a collection removes it.
 
-What reads all manifests would take longer with every night. A bucket's list names the MD5 of each object, so those that
-this machine has read before stay on its disk, and are not asked for again.
+A deletion needs all manifests, and every night adds some. A bucket's list names the MD5 of each object: what this
+machine has read once stays on its disk under that, and is not requested again.
 """
 
 from __future__ import annotations
@@ -79,10 +79,7 @@ class Catalog:
     def read(self, kind: str, name: str, version: int) -> Manifest | None:
         """Return the manifest of a version, or None if there is none."""
         stored = self._backend.read(version_key(kind, name, version))
-        if stored is None:
-            return None
-        self._kept.add(stored)
-        return self._parsed(stored.data, version_uri(kind, name, version))
+        return None if stored is None else self._parsed(stored.data, version_uri(kind, name, version))
 
     def remember(self, manifest: Manifest) -> None:
         """Keep a manifest that was read or written, so that it need not be read again while it is listed."""
@@ -102,9 +99,13 @@ class Catalog:
         kinds = KINDS if kind is None else (check_kind(kind),)
         artifacts = [(each, found) for each in kinds for found in ([name] if name else self._folders(each))]
         listed = in_parallel(lambda artifact: self._tagged(*artifact), artifacts)
-        versions = [(*each, *version) for each, tags in zip(artifacts, listed, strict=True) for version in tags.items()]
+        versions = [
+            (*artifact, number, tag)
+            for artifact, tags in zip(artifacts, listed, strict=True)
+            for number, tag in tags.items()
+        ]
         found = in_parallel(lambda version: self._of_tag(*version), versions)
-        if kind is name is None:
+        if kind is None and name is None:
             self._kept.keep_only([tag for *_, tag in versions])
         return [manifest for manifest in found if manifest is not None]
 
@@ -172,8 +173,14 @@ class Catalog:
         """Return the manifest of a version that was just listed, read once for all."""
         if known := self._known.get((kind, name), {}).get(version):
             return known
-        kept = self._kept.find(tag)
-        return self.read(kind, name, version) if kept is None else self._parsed(kept, version_uri(kind, name, version))
+        data = self._kept.find(tag)
+        if data is None:
+            stored = self._backend.read(version_key(kind, name, version))
+            if stored is None:  # it was removed since it was listed
+                return None
+            data = stored.data
+            self._kept.add(tag, data)
+        return self._parsed(data, version_uri(kind, name, version))
 
     def _parsed(self, data: bytes, uri: str) -> Manifest:
         manifest = Manifest.from_json(data, uri)
@@ -251,23 +258,25 @@ class KeptManifests:
                 return data if _md5(data) == md5 else None
         return None
 
-    def add(self, manifest: Stored) -> None:
-        """Keep what was read."""
-        if self._directory is not None and _named_md5(manifest.tag) == (md5 := _md5(manifest.data)):
+    def add(self, tag: str, data: bytes) -> None:
+        """Keep a manifest that was read, if the tag that the list gave is its MD5."""
+        if self._directory is not None and (md5 := _named_md5(tag)) and _md5(data) == md5:
+            temporary = self._directory / uuid4().hex
             with suppress(OSError):
                 self._directory.mkdir(parents=True, exist_ok=True)
-                temporary = self._directory / uuid4().hex
-                temporary.write_bytes(manifest.data)
+                temporary.write_bytes(data)
                 temporary.replace(self._directory / md5)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def keep_only(self, tags: Collection[str]) -> None:
         """Remove all that have none of these tags, and what killed writers left."""
         if self._directory is not None:
             listed = set(map(_named_md5, tags))
-            with suppress(OSError):
-                for path in self._directory.iterdir():
-                    if path.name not in listed:
-                        path.unlink(missing_ok=True)
+            for path in self._directory.glob("*"):
+                if path.name not in listed:
+                    with suppress(OSError):
+                        path.unlink()
 
 
 def _named_md5(tag: str) -> str | None:

@@ -274,7 +274,7 @@ def delete_unreached(
 ) -> Deleted:
     """Delete versions that no alias or lease reaches, then what nothing that is left leads to.
 
-    Every manifest is read once, and every alias if there are versions.
+    Every manifest is looked at, and every alias if there are versions.
 
     Args:
         backend: where.

@@ -136,7 +136,7 @@ class S3Backend:
         while True:
             limit: dict[str, Any] = {} if most is None else {"MaxKeys": most - len(found)}
             page = self._call(f"listing {prefix}", "list_objects_v2", Prefix=full, Delimiter="/", **more, **limit)
-            keys = [(item["Key"], item["ETag"]) for item in page.get("Contents", ())]
+            keys = [(item["Key"], item.get("ETag", "")) for item in page.get("Contents", ())]
             keys += [(item["Prefix"], "") for item in page.get("CommonPrefixes", ())]
             found |= {key.removeprefix(full).rstrip("/"): tag for key, tag in keys if key != full}
             if not page.get("IsTruncated") or len(found) == most:

@@ -55,8 +55,8 @@ def open_store(
 
     Args:
         url: `s3://bucket`, `s3://bucket/prefix` or `file:///directory` (made if need be).
-        cache_dir: where `fetch` and `cached` keep what they fetched.
-        cache_limit_gb: how much they keep, in GB of 1e9 bytes.
+        cache_dir: where `fetch` and `cached` keep what they fetched, and a bucket's manifests lie.
+        cache_limit_gb: how much those two keep, in GB of 1e9 bytes; manifests are small, and not counted.
         s3: server and credentials; None takes those of the environment.
         patient: wait for an absent server as long as any request does. Otherwise its absence is an error within
             seconds, unless it has answered this process before.

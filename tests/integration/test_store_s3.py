@@ -101,7 +101,7 @@ def test_a_long_listing_is_read_to_its_end(backend: Backend, store: ArtifactStor
 def test_a_manifest_is_asked_for_once_by_a_machine(
     store: ArtifactStore, backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a night reads of the store does not grow with the nights before; what has changed there is read again."""
+    """What a night requests does not grow with the nights before; what has changed in the bucket is read again."""
     reads: list[str] = []
     read = S3Backend.read
 

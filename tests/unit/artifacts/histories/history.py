@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from infra.artifacts import ArtifactStore
@@ -39,6 +40,7 @@ class History:
     def __init__(self, open_place: Callable[[ExitStack], Backend]) -> None:
         self._curtain = ExitStack()
         self.clock = self._curtain.enter_context(stage())
+        self._cache_dir = Path(self._curtain.enter_context(TemporaryDirectory()))
         self.ledger = Ledger(self.clock)
         self._open_place = open_place
         self.place: Backend = MemoryBackend()
@@ -183,7 +185,7 @@ class History:
 
     def _look(self) -> None:
         """Look at the store itself, not at the ledger: with its own `verify`, and for what should have gone."""
-        store = ArtifactStore(self.place, Path("unused"))
+        store = ArtifactStore(self.place, self._cache_dir)
         if problems := store.verify().problems:
             raise LossError(f"verify finds: {'; '.join(problems)}")
         stored = {manifest.uri: manifest for manifest in store.list()}
@@ -231,7 +233,7 @@ class History:
 
     def _enter(self, role: str, act: Callable[[ArtifactStore], Any], landmarks: list[tuple[str, str]]) -> Actor:
         def body(backend: Backend) -> Any:
-            return act(ArtifactStore(backend, Path("unused")))
+            return act(ArtifactStore(backend, self._cache_dir))
 
         self._count += 1
         return self._add(Actor(f"{role} {self._count}", body, self.place, self.ledger.note, landmarks))

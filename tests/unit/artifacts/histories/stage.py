@@ -8,6 +8,7 @@ one thread, so that a history is the same each time.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -259,7 +260,10 @@ class MemoryBackend:
         return sorted(name for name in found if name > after)[:most]
 
     def tags(self, prefix: str) -> dict[str, str]:
-        return dict.fromkeys(self.children(prefix), "")
+        return {name: self._md5(f"{prefix}{name}") for name in self.children(prefix)}
+
+    def _md5(self, key: str) -> str:
+        return hashlib.md5(self._objects[key]).hexdigest() if key in self._objects else ""
 
     def size(self, key: str) -> int | None:
         return len(self._objects[key]) if key in self._objects else None

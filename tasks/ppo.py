@@ -482,5 +482,5 @@ def _say_episode(record: EpisodeRecord, episodes: int) -> None:
         figures += f"  {abstained:.0%} abstained"
     if revivals := int(record.rollouts.get("revivals", 0)):
         figures += f"  {revivals} revived"
-    time = f"{duration(left)} left in this stage" if left else f"took {duration(took)}"
+    time = f"{duration(left)} left in this stage" if left else f"the last one took {duration(took)}"
     say("ppo", f"{_episode_name(record.episode, episodes)}  {figures}  length {metrics['length']:.1f}  {time}")

@@ -19,7 +19,7 @@ test: setup  ## all tests that need no GPU; fails too when none ran. They wait h
 		-n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-fast: setup  ## what starts no server, cluster or rank, nor a process that takes seconds: what one runs all day
-	@$(BIN)/python -m pytest tests/unit rlhf_core/functional \
+	@$(BIN)/python -m pytest tests/unit \
 		-m "not integration and not gpu and not parallel and not s3 and not chaos and not clusters and not stack and not night and not outages" \
 		-n 3 --max-worker-restart 0 $(PYTEST_ARGS)
 

@@ -57,12 +57,12 @@ print(json.dumps(list(walk(create_app().routes, ""))))
 
 
 @pytest.fixture(scope="module")
-def routes(own_stack: LocalStack) -> list[tuple[str, str, str]]:
+def routes(stack: LocalStack) -> list[tuple[str, str, str]]:
     """Kind, method and path of all that Prefect's server answers, its own application says."""
-    environment = {**own_stack.environment, "PREFECT_HOME": str(own_stack.home / "prefect")}
+    environment = {**stack.environment, "PREFECT_HOME": str(stack.home / "prefect")}
     told = subprocess.run(
         [sys.executable, "-c", ROUTES],
-        cwd=own_stack.home,
+        cwd=stack.home,
         env=environment,
         capture_output=True,
         text=True,
@@ -126,32 +126,30 @@ def refuses_everywhere(stack: LocalStack, routes: list[tuple[str, str, str]], pa
     "password", [None, *(pytest.param(wrong, marks=pytest.mark.stack) for wrong in ("rlhf:wrong", "rlhf:"))]
 )
 def test_every_route_and_socket_refuses_whoever_does_not_know_the_password(
-    own_stack: LocalStack, routes: list[tuple[str, str, str]], password: str | None
+    stack: LocalStack, routes: list[tuple[str, str, str]], password: str | None
 ) -> None:
-    refuses_everywhere(own_stack, routes, password)
+    refuses_everywhere(stack, routes, password)
 
 
-def test_a_socket_is_not_talked_to_before_the_password(
-    own_stack: LocalStack, routes: list[tuple[str, str, str]]
-) -> None:
-    right = {"type": "auth", "token": own_stack.password}
+def test_a_socket_is_not_talked_to_before_the_password(stack: LocalStack, routes: list[tuple[str, str, str]]) -> None:
+    right = {"type": "auth", "token": stack.password}
     for path in sockets(routes):
-        assert socket_says(own_stack, path, {"type": "filter", "filter": {}}) == "ConnectionClosedError"
-        assert socket_says(own_stack, path, right, protocol=None) == "InvalidStatus", "as clients of old talked"
-        assert socket_says(own_stack, path, right) == "auth_success"
+        assert socket_says(stack, path, {"type": "filter", "filter": {}}) == "ConnectionClosedError"
+        assert socket_says(stack, path, right, protocol=None) == "InvalidStatus", "as clients of old talked"
+        assert socket_says(stack, path, right) == "auth_success"
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "null", "localhost"])
-def test_a_page_from_elsewhere_may_not_ask(own_stack: LocalStack, origin: str) -> None:
-    ours = address(own_stack)
+def test_a_page_from_elsewhere_may_not_ask(stack: LocalStack, origin: str) -> None:
+    ours = address(stack)
     if origin == "localhost":  # at this port, which may be another user's by that name
         origin = ours.replace("127.0.0.1", "localhost")
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
-    url = f"{own_stack.api_url}/flow_runs/filter"
+    url = f"{stack.api_url}/flow_runs/filter"
     refused = httpx.options(url, headers={"Origin": origin, **asked}, timeout=60)
     assert refused.status_code == httpx.codes.BAD_REQUEST
     assert "access-control-allow-origin" not in refused.headers
-    seen = httpx.get(f"{own_stack.api_url}/health", headers={"Origin": origin}, timeout=60)
+    seen = httpx.get(f"{stack.api_url}/health", headers={"Origin": origin}, timeout=60)
     assert "access-control-allow-origin" not in seen.headers, "its script may not even read what is open"
     allowed = httpx.options(url, headers={"Origin": ours, **asked}, timeout=60)
     assert allowed.headers["access-control-allow-origin"] == ours
@@ -179,18 +177,19 @@ def test_the_password_is_in_two_files_of_the_home_and_in_the_env_file_and_only_t
     wait_for(lambda: own_stack.run_state(run) == "COMPLETED", "the run to end")
 
 
-def test_a_run_is_started_followed_and_heard_of_by_everything_that_has_the_password(own_stack: LocalStack) -> None:
+def test_a_run_is_started_followed_and_heard_of_by_everything_that_has_the_password(stack: LocalStack) -> None:
+    stack.deploy_tiny_flows()
     since = datetime.now(UTC).isoformat()
-    followed = own_stack.type("rlhf", "run", "tiny/tiny")
+    followed = stack.type("rlhf", "run", "tiny/tiny")
     assert followed.returncode == 0, followed.stdout + followed.stderr
     assert followed.stdout.splitlines()[-1] == "finished"
     command = ("prefect", "deployment", "run", "tiny/tiny", "--watch")
-    started = own_stack.type(*command, cwd=own_stack.env_file.parent)
+    started = stack.type(*command, cwd=stack.env_file.parent)
     assert started.returncode == 0, started.stdout + started.stderr
     where = {"filter": {"event": {"name": ["tiny.began"]}, "occurred": {"since": since}}}
     path = "/events/filter"
-    wait_for(lambda: prefect_api.call(own_stack.api_url, "POST", path, where)["total"] == 2, "the events of both runs")
-    installed = own_stack.type("rlhf", "automations")
+    wait_for(lambda: prefect_api.call(stack.api_url, "POST", path, where)["total"] == 2, "the events of both runs")
+    installed = stack.type("rlhf", "automations")
     assert installed.returncode == 0, installed.stderr
     assert "are as they should be" in installed.stdout
 

@@ -79,7 +79,7 @@ def _listens(port: int) -> bool:
         return asking.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgres"])
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgres", marks=pytest.mark.stack)])
 def database(request: pytest.FixtureRequest) -> Iterator[None]:
     """A new database of Prefect's server."""
     kept = MODELS_DEPENDENCIES.copy()

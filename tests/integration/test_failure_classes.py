@@ -101,7 +101,9 @@ def test_what_is_final_stops_a_run_at_once_with_its_sentence(
     assert not [line for line in deployed.log(run) if "Traceback" in line]
 
 
-@pytest.mark.parametrize("meets", ["nobody who answers", "a call that does not come back"])
+@pytest.mark.parametrize(
+    "meets", ["nobody who answers", pytest.param("a call that does not come back", marks=pytest.mark.stack)]
+)
 def test_a_stage_that_hangs_fails_at_its_deadline_with_a_sentence_and_leaves_no_process(
     deployed: LocalStack, tmp_path: Path, meets: str
 ) -> None:

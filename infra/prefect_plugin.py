@@ -93,6 +93,8 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         install(limit_s)
         outlive_readers()
         if _is_worker(inherited_environment()):
+            # this worker's alone; and removed before there are threads, one of which might read the environment
+            address = os.environ.pop("RLHF_FLOWS_SOCKET", None)
             withhold_second_reports()
             cancel_children_too()
             from infra.services.approvals import watch_deadlines  # noqa: PLC0415 - as above
@@ -100,7 +102,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
 
             keep_tidy()
             watch_deadlines()
-            if address := os.environ.pop("RLHF_FLOWS_SOCKET", None):  # this worker's alone
+            if address:
                 from infra.forked_flows import fork_flows  # noqa: PLC0415 - as above
 
                 fork_flows(Path(address))

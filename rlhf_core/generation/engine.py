@@ -1,8 +1,8 @@
-"""The engines that make the responses: our own decoding loop, and transformers' `generate` as a check on it.
+"""The engines that make the responses: our own decoding loop, transformers' `generate` as a check on it, and vLLM.
 
 Ours makes one forward pass over the prompts, then one per token, with keys and values whose greatest length is known
 from the start: by `Decoder` for models of Llama's form, by transformers' layers for others.
-`generate` draws by the same uniforms, and is slower.
+`generate` draws by the same uniforms, and is slower. vLLM, where it is installed, does, too (`vllm_engine.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.generation.decoder import Decoder, can_decode
 from rlhf_core.generation.responses import Responses, pad_left, watch
 from rlhf_core.generation.sampling import chooser
+from rlhf_core.generation.vllm_engine import VllmEngine
 from rlhf_core.models.saving import quiet
 from rlhf_core.models.trunk import device_of, evaluating, forward_takes, max_positions, unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rlhf_core.generation.sampling import Chooser
     from rlhf_core.generation.settings import Generation, GenerationEngine, GenerationSettings
@@ -332,19 +333,19 @@ def _last_logits(model: Any, inputs: Tensor, mask: Tensor, positions: Tensor, ca
     return logits
 
 
-_ENGINES: dict[str, type[NativeEngine | HfEngine]] = {"native": NativeEngine, "hf": HfEngine}
+_ENGINES: dict[str, Callable[..., GenerationEngine]] = {"native": NativeEngine, "hf": HfEngine, "vllm": VllmEngine}
 
 
-def make_engine(name: Literal["native", "hf"] | str, model: Any, *, tokenizer: Any = None) -> GenerationEngine:
+def make_engine(name: Literal["native", "hf", "vllm"] | str, model: Any, *, tokenizer: Any = None) -> GenerationEngine:
     """Return an engine around a model, which stays the caller's.
 
     Args:
-        name: native, our own decoding loop; hf, transformers' `generate`.
+        name: native, our own decoding loop; hf, transformers' `generate`; vllm, where it is installed.
         model: a causal language model of transformers, or a PEFT model around one.
         tokenizer: reads the text for stop strings; needed for these only.
 
     Raises:
-        ConfigError: if there is no engine of this name.
+        ConfigError: if there is no engine of this name, or vLLM is not installed.
     """
     if name not in _ENGINES:
         raise ConfigError(f"there is no generation engine {name!r}; choose one of {', '.join(_ENGINES)}")

@@ -45,12 +45,12 @@ class Responses:
         self._log_probs = torch.zeros(rows, width, device=device)
         self._mask = torch.zeros(rows, width, dtype=torch.bool, device=device)
 
-    def write(self, rows: Int[Tensor, " R"], step: int, choice: Choice) -> None:
+    def write(self, rows: Int[Tensor, " R"], step: int | Tensor, choice: Choice) -> None:
         """Note the token of each of these rows, where the row is not done, and see which of them are now.
 
         Args:
             rows: places in the batch.
-            step: of the token in the response, from 0.
+            step: of the token in the response, from 0; one for all, or one for each.
             choice: tokens and log-probabilities of these rows.
         """
         done = self.done[rows]

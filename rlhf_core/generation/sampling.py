@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     log_probs: Float32[Tensor, " B"]
 
 
-Chooser = Callable[[Tensor, Tensor, int], Choice]
+Chooser = Callable[[Tensor, Tensor, int | Tensor], Choice]
 """From the logits of some rows, their places in the batch, and the number of the token in the response."""
 
 
@@ -96,7 +96,7 @@ def chooser(
         raise ValueError(f"expected uniforms for {rows} rows of {steps} tokens, got {tuple(uniforms.shape)}")
     noise = uniforms.to(device)
 
-    def choose(logits: Tensor, place: Tensor, step: int) -> Choice:
+    def choose(logits: Tensor, place: Tensor, step: int | Tensor) -> Choice:
         return choose_sampled(
             logits=logits,
             uniforms=noise[place, step],

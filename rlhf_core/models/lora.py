@@ -108,7 +108,7 @@ def freeze_adapters(model: PreTrainedModel) -> None:
             f"adapters of lora.init {config.init} and lora.bias {config.bias} have changed the weights that they are "
             "on, which others share; merge them (save_merged) and load the result"
         )
-    joined = join_adapters(*(_held(model, name) for name in (_BELOW, _ADAPTER) if _having(model, name)))
+    joined = _joined(model)
     for name, layer in _adapted_layers(model).items():
         model.set_submodule(name, layer.get_base_layer())
     _forget_peft(model)
@@ -205,6 +205,30 @@ def _held(model: nn.Module, adapter: str) -> Adapters:
         for name, layer in layers.items()
     }
     return Adapters(one.r[adapter], one.lora_alpha[adapter], factors)
+
+
+def _joined(model: nn.Module) -> Adapters:
+    return join_adapters(*(_held(model, name) for name in (_BELOW, _ADAPTER) if _having(model, name)))
+
+
+def addable_adapters(model: nn.Module) -> Adapters | None:
+    """Return all adapters of a model as one set, which added to `weights_below` gives the model.
+
+    None if there are none, or they were not made here (`attach_lora`), or have changed the weights below them.
+    """
+    layers = _having(model, _ADAPTER).values()
+    if not _adapted_layers(model) or not all(
+        hasattr(each, _CONFIG) and getattr(each, _CONFIG).keeps_base for each in layers
+    ):
+        return None
+    return _joined(model)
+
+
+def weights_below(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that adapters are on, and all others, by the names they have without adapters."""
+    for name, parameter in model.named_parameters():
+        if _ADAPTER_MARK not in name:
+            yield name.replace(_BASE_MARK, ""), parameter.detach()
 
 
 def frozen_adapters(model: nn.Module) -> Adapters | None:

@@ -32,6 +32,7 @@ A stage needs:
     PPO, first trainer:  also the weights of both in the rollout dtype, on their way to the makers
     PPO, each maker:     actor, critic, initial model and, where it has weight, reward model, in the rollout dtype
                          (advantages that compare samples with each other need no critic, here and there)
+    with vLLM:           each maker the actor once more, in the rollout dtype; over a shared base, too
     SFT, reward model:   one learner for each trainer; or, while it is made, the model whole in fp32
 
 Over a shared base, A parameters of adapters for each of actor and critic:
@@ -227,7 +228,7 @@ def required_memory(
     held = models_of_a_learner * (per_rank.device + per_rank.host)
     return MemoryNeed(
         trainer=max(made, held + models_of_a_learner * rollout),
-        maker=models_of_a_maker * rollout,
+        maker=models_of_a_maker * rollout + _of_engine(config, rollout),
         num_makers=config.cluster.num_makers,
         other_trainer=max(made, held) if config.num_trainers > 1 else 0,
         num_other_trainers=config.num_trainers - 1,
@@ -246,12 +247,17 @@ def _need_over_base(
     learner = models * (2 * _EXACT + _MOMENTS) * adapters + (_EXACT * num_parameters if own_critic else 0)
     return MemoryNeed(
         trainer=learner + models * _EXACT * adapters,
-        maker=models * _EXACT * adapters + scorer + (rollout if own_critic else 0),
+        maker=models * _EXACT * adapters + scorer + (rollout if own_critic else 0) + _of_engine(config, rollout),
         num_makers=config.cluster.num_makers,
         other_trainer=learner if config.num_trainers > 1 else 0,
         num_other_trainers=config.num_trainers - 1,
         shared=base_bytes(config.rollout_dtype, published_bytes) * num_parameters,
     )
+
+
+def _of_engine(config: PPOConfig, rollout: int) -> int:
+    """Return the bytes of what a maker's engine holds of its own: vLLM does not compute with the model's weights."""
+    return rollout if config.engine == "vllm" else 0
 
 
 def base_bytes(arithmetic: str, published_bytes: int) -> int:

@@ -13,7 +13,8 @@ For n tokens at once, L layers of hidden size d and intermediate size f, all hea
                                                                  as for 4 m V = `LOGITS_BYTES` where that is less,
                                                                  if the head can be cut (`models/head_slices.py`)
     scoring               4 m V up to `LOGITS_BYTES`, and one layer's of what is kept
-    keys and values       2 n L k w                              bytes, as long as responses are sampled
+    keys and values       2 n L k w                              bytes, as long as responses are sampled; with vLLM for
+                                                                 ever, beside the others
     adapters, joined      once more, w bytes a parameter         likewise (`generation/decoder.py`)
 
 a, b and c were counted: they are what PyTorch keeps of a layer of Llama's (tests/unit/models_on_disk/test_shape.py).
@@ -96,19 +97,21 @@ class Shape(NamedTuple):
         logits = 4 * rows.number * rows.response * self.vocabulary if head else 0
         return kept + _width(arithmetic) // 2 * (min(logits, LOGITS_BYTES) if self.head_is_cut else logits)
 
-    def sampling_bytes(self, rows: PassRows, arithmetic: str, *, rank: int) -> int:
+    def sampling_bytes(self, rows: PassRows, arithmetic: str, *, rank: int, keeps_cache: bool = False) -> int:
         """Return what sampling rows and then scoring them needs.
 
         Args:
             rows: of a chunk.
             arithmetic: float32 or bfloat16.
             rank: of all sets of adapters together, none of which is merged.
+            keeps_cache: whether what sampling needs is held while they are scored.
         """
         cached = 2 * rows.tokens * self.layers * self.keys * _width(arithmetic)
         cached += _width(arithmetic) * self.adapter_parameters(rank)
         row = 4 * rows.response * self.vocabulary
         logits = min(rows.number * row, max(LOGITS_BYTES, row))
-        return max(cached, self._layer_bytes(rows, arithmetic, adapters=True) + logits)
+        scoring = self._layer_bytes(rows, arithmetic, adapters=True) + logits
+        return cached + scoring if keeps_cache else max(cached, scoring)
 
     def _layer_bytes(self, rows: PassRows, arithmetic: str, *, adapters: bool) -> int:
         hidden, queries, intermediate = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]

@@ -110,7 +110,8 @@ def _of_ppo(config: PipelineConfig, size: ModelSize, shape: Shape, row: LongestR
     learnt, drawn = (PassRows(number, prompt, ppo.max_new_tokens) for number in (batch, ppo.chunk_size))
     learning = _learning(ppo, size, shape, learnt, has_head=True)
     sets = (ppo.lora if ppo.sends_adapters else None, config.sft.lora if ppo.shares_base else None)
-    sampling = shape.sampling_bytes(drawn, ppo.rollout_dtype, rank=sum(lora.r for lora in sets if lora is not None))
+    rank = sum(lora.r for lora in sets if lora is not None)
+    sampling = shape.sampling_bytes(drawn, ppo.rollout_dtype, rank=rank, keeps_cache=ppo.engine == "vllm")
     trainers, makers = ppo.num_trainers, ppo.cluster.num_makers
     trained = size.num_parameters if ppo.lora is None else shape.adapter_parameters(ppo.lora.r)
     snapshot = _SNAPSHOT * trained * (2 if ppo.advantage_estimator == "gae" else 1)

@@ -1,4 +1,4 @@
-"""Both engines give what transformers' own decoding gives, whatever the padding and the company in the batch."""
+"""All engines give what transformers' own decoding gives, whatever the padding and the company in the batch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from rlhf_core.generation import Generation, GenerationSettings, engine, make_en
 from rlhf_core.generation.decoder import Decoder
 from rlhf_core.generation.engine import reserve_cache
 from rlhf_core.models.trunk import forward_takes
-from tests.tiny_llama import tiny_llama
+from tests.unit.generation.wide import IN_VLLM, needs_vllm, wide_causal_lm
 from tests.unit.models.architectures import ARCHITECTURES, tiny_causal_lm
 
 PAD, STOPS = 0, (2,)
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], [200, 100, 50, 25, 12, 6, 3], [77]]
 STEPS = 12
 SETTINGS = GenerationSettings(max_new_tokens=STEPS, stop_ids=STOPS, pad_id=PAD)
-ENGINES = ("native", "hf")
+VLLM = pytest.param("vllm", marks=needs_vllm)
+ENGINES = ("native", "hf", VLLM)
 
 
 @pytest.fixture(autouse=True)
@@ -111,11 +112,31 @@ def test_both_engines_give_the_same_responses(architecture: str, sampled: bool) 
     model, uniforms = tiny_causal_lm(architecture), numbers() if sampled else None
     how: dict[str, Any] = {"temperature": 0.9, "top_k": 100, "top_p": 0.97}
     stops = frequent_tokens(model, 3, uniforms, **how)
-    first, second = (decode(model, engine=engine, uniforms=uniforms, stop_ids=stops, **how) for engine in ENGINES)
+    first, second = (
+        decode(model, engine=engine, uniforms=uniforms, stop_ids=stops, **how) for engine in ("native", "hf")
+    )
+    assert_same(first, second)
+    assert first.ended.any()
+
+
+@needs_vllm
+@pytest.mark.parametrize("architecture", IN_VLLM)
+@pytest.mark.parametrize("sampled", [True, False])
+def test_vllm_gives_the_same_responses(architecture: str, sampled: bool) -> None:
+    model, uniforms = wide_causal_lm(architecture), numbers() if sampled else None
+    how: dict[str, Any] = {"temperature": 0.9, "top_k": 100, "top_p": 0.97}
+    stops = frequent_tokens(model, 3, uniforms, **how)
+    first, second = (
+        decode(model, engine=engine, uniforms=uniforms, stop_ids=stops, **how) for engine in ("native", "vllm")
+    )
+    assert_same(first, second)
+    assert first.ended.any()
+
+
+def assert_same(first: Generation, second: Generation) -> None:
     for name in ("sequences", "attention_mask", "action_mask", "ended"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
     torch.testing.assert_close(first.log_probs, second.log_probs, rtol=1e-4, atol=1e-4)
-    assert first.ended.any()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bloom", "mistral"])
@@ -206,7 +227,7 @@ def test_masks_padding_and_endings_fit_together() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_stop_token_that_is_also_the_padding_belongs_to_the_response(engine: str) -> None:
-    model = tiny_causal_lm("llama")
+    model = wide_causal_lm("llama")
     stop = frequent_tokens(model, 1)[0]
     apart, one = (decode(model, engine=engine, stop_ids=(stop,), pad_id=pad) for pad in (PAD, stop))
     assert torch.equal(one.action_mask, apart.action_mask)
@@ -217,7 +238,7 @@ def test_a_stop_token_that_is_also_the_padding_belongs_to_the_response(engine: s
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_prompt_and_response_together_stay_within_max_length(engine: str) -> None:
-    model = tiny_causal_lm("gpt2")
+    model = wide_causal_lm("gpt2")
     free = responses(decode(model, stop_ids=()))
     cut = decode(model, engine=engine, stop_ids=(), max_length=10)
     assert responses(cut) == [row[: 10 - len(prompt)] for row, prompt in zip(free, PROMPTS, strict=True)]
@@ -227,7 +248,7 @@ def test_prompt_and_response_together_stay_within_max_length(engine: str) -> Non
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_row_at_the_models_last_position_waits_for_longer_responses(engine: str) -> None:
-    model = tiny_causal_lm("gpt2")  # 128 positions
+    model = wide_causal_lm("gpt2")  # 128 positions
     prompts = [[7] * 120, [8] * 100, [9] * 100]  # one of three ends early, which is too few to leave
     generation = decode(model, prompts, engine=engine, stop_ids=(), max_new_tokens=100, max_length=128)
     assert generation.action_mask.sum(1).tolist() == [8, 28, 28]
@@ -292,7 +313,7 @@ def test_the_head_sees_the_last_position_only() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_returned_can_be_learnt_from(engine: str) -> None:
-    model = tiny_llama()
+    model = wide_causal_lm("llama")
     generation = decode(model, engine=engine, max_new_tokens=3)
     logits = model(generation.sequences, attention_mask=generation.attention_mask.long()).logits
     (logits.sum() * generation.log_probs.sum()).backward()
@@ -301,9 +322,9 @@ def test_what_is_returned_can_be_learnt_from(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_dropout_is_off_while_generating_and_each_part_is_put_back(engine: str) -> None:
-    model = tiny_causal_lm("gpt2").train()
+    model = wide_causal_lm("gpt2").train()
     model.transformer.h[0].eval()
-    assert responses(decode(model, engine=engine)) == responses(decode(tiny_causal_lm("gpt2")))
+    assert responses(decode(model, engine=engine)) == responses(decode(wide_causal_lm("gpt2")))
     assert model.training
     assert model.transformer.h[1].training
     assert not model.transformer.h[0].training

@@ -13,6 +13,8 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.generation import GenerationSettings, make_engine, sample_uniforms
 from rlhf_core.generation.responses import StopStrings
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
+from tests.unit.generation.test_engine import ENGINES
+from tests.unit.generation.wide import wide_causal_lm
 
 torch.set_num_threads(1)
 
@@ -80,9 +82,9 @@ def test_random_bytes_are_read_as_in_the_whole_text() -> None:
     assert found > 40
 
 
-@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(engine: str) -> None:
-    model, tokenizer = tiny_llama(initializer_range=0.3), tiny_tokenizer()
+    model, tokenizer = wide_causal_lm("llama"), tiny_tokenizer()
     prompts = [[5, 6, 7], [10, 11], [12]]
     uniforms = sample_uniforms(seed=0, episode=0, keys=list("abc"), samples=[0] * 3, max_new_tokens=12)
     settings = GenerationSettings(max_new_tokens=12, stop_ids=(), pad_id=0)

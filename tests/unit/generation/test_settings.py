@@ -36,8 +36,8 @@ def test_fewer_uniform_numbers_than_tokens_are_refused() -> None:
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no generation engine 'vllm'; choose one of native, hf"):
-        make_engine("vllm", tiny_llama())
+    with pytest.raises(ConfigError, match="no generation engine 'sglang'; choose one of native, hf, vllm"):
+        make_engine("sglang", tiny_llama())
 
 
 @pytest.mark.parametrize(

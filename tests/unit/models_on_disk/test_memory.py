@@ -56,6 +56,13 @@ def test_group_baselines_need_no_memory_for_a_critic() -> None:
     assert need.maker == 2 * 2 * GB  # actor and initial model
 
 
+@pytest.mark.parametrize("lora", [None, LoRAConfig()])
+def test_vllm_holds_the_actor_once_more(lora: LoRAConfig | None) -> None:
+    config = PPOConfig(lora=lora, rollout_dtype="bfloat16")
+    more = required_memory(config.model_copy(update={"engine": "vllm"}), GB).maker - required_memory(config, GB).maker
+    assert more == 2 * GB
+
+
 def test_adapters_on_a_billion_parameters_by_hand() -> None:
     reward = RewardConfig(verifier=1, reward_model=0.5)
     config = PPOConfig(lora=LoRAConfig(r=8), dtype="bfloat16", rollout_dtype="float32", reward=reward)

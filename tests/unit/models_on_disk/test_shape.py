@@ -92,3 +92,10 @@ def test_more_logits_than_fit_are_not_scored_or_learnt_at_once() -> None:
     rows = PassRows(1000, 10, 6)
     alone = SHAPE._replace(vocabulary=0).sampling_bytes(rows, "float32", rank=0)
     assert wide.sampling_bytes(rows, "float32", rank=0) == alone + LOGITS_BYTES
+
+
+def test_a_cache_that_is_kept_stands_beside_what_is_scored() -> None:
+    rows = PassRows(8, 100, 20)
+    apart = SHAPE.sampling_bytes(rows, "float32", rank=0)
+    cache = 2 * 8 * 120 * SHAPE.layers * SHAPE.keys * 4
+    assert SHAPE.sampling_bytes(rows, "float32", rank=0, keeps_cache=True) == apart + cache

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_core.config import DataConfig, EvaluationConfig, PipelineConfig, PPOConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.generation import vllm_engine
 from rlhf_core.models import loading
 from tasks import preflight
 from tasks.context import Context
@@ -31,6 +32,12 @@ def preset(**changes: object) -> PipelineConfig:
 def test_choices_that_exclude_each_other_are_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         check_ppo(preset(**changes))
+
+
+def test_an_engine_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="not installed; run `make vllm`"):
+        check_ppo(preset(engine="vllm"))
 
 
 def test_choices_that_go_together_pass() -> None:

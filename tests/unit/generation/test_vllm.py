@@ -1,0 +1,136 @@
+"""vLLM holds what the model holds, adapters too, and leaves the process as it was; where it is absent, that is said.
+
+What every engine promises is in test_engine.py and test_responses.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.config import LoRAConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.generation import make_engine, vllm_engine
+from rlhf_core.models.lora import attach_lora, freeze_adapters, trainable_parameters
+from tests.unit.generation.test_engine import PROMPTS, assert_same, decode, numbers, responses
+from tests.unit.generation.wide import needs_vllm, wide_causal_lm
+from tests.unit.models.architectures import tiny_causal_lm
+
+
+def made_the_same(model: PreTrainedModel, **changes: Any) -> None:
+    ours, theirs = (decode(model, engine=engine, uniforms=numbers(), **changes) for engine in ("native", "vllm"))
+    assert_same(ours, theirs)
+
+
+def change(model: PreTrainedModel, seed: int) -> None:
+    """Change what is trained, in place."""
+    with torch.no_grad():
+        for number, weight in enumerate(trainable_parameters(model).values()):
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + number)), alpha=0.1)
+
+
+def test_where_it_is_not_installed_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda _: None)
+    with pytest.raises(
+        ConfigError, match=r"needs the package vllm, which is not installed; .* or set ppo.engine to native"
+    ):
+        make_engine("vllm", tiny_causal_lm("llama"))
+
+
+@needs_vllm
+@pytest.mark.parametrize("kind", ["whole", "adapters", "over others", "biases"])
+def test_it_holds_the_weights_of_now(kind: str) -> None:
+    model = wide_causal_lm("qwen2" if kind == "biases" else "llama")
+    if kind == "over others":
+        attach_lora(model, LoRAConfig(r=4, alpha=12), seed=1)
+        change(model, 10)
+        freeze_adapters(model)
+    if kind != "whole":
+        attach_lora(model, LoRAConfig(r=8, alpha=8, bias="all" if kind == "biases" else "none"), seed=2)
+    before = responses(decode(model, engine="vllm", uniforms=numbers()))
+    for seed in (20, 40):
+        change(model, seed)
+        made_the_same(model)
+    assert responses(decode(model, uniforms=numbers())) != before
+
+
+@needs_vllm
+def test_a_longer_batch_and_other_arithmetic_are_served_too() -> None:
+    model = wide_causal_lm("llama")
+    made_the_same(model)
+    first = vllm_engine._served[model]
+    made_the_same(model, prompts=[[5, 6] * 200, *PROMPTS[1:]])
+    assert vllm_engine._served[model] is not first
+    with torch.autocast("cpu", torch.bfloat16):
+        generation = decode(model, engine="vllm", uniforms=numbers())
+    assert vllm_engine._served[model].dtype == torch.bfloat16
+    assert generation.log_probs.dtype == torch.float32
+
+
+@needs_vllm
+def test_more_rows_than_the_cache_has_room_for_wait() -> None:
+    model = wide_causal_lm("llama")
+    decode(model, [[5]], engine="vllm", max_new_tokens=100)
+    uniforms = torch.rand(60, 100, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (
+        decode(model, PROMPTS * 12, engine=engine, uniforms=uniforms, max_new_tokens=100)
+        for engine in ("native", "vllm")
+    )
+    assert_same(ours, theirs)
+
+
+@needs_vllm
+def test_the_process_is_left_as_it_was() -> None:
+    model, set_threads = wide_causal_lm("llama"), torch.set_num_threads
+    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    threads = torch.get_num_threads()
+    decode(model, engine="vllm")
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+    assert (np.random.get_state()[1] == drawn[2]).all()
+    assert torch.set_num_threads is set_threads
+    assert torch.get_num_threads() == threads
+
+
+@needs_vllm
+def test_nothing_is_kept_for_a_model_that_is_gone() -> None:
+    model = wide_causal_lm("llama")
+    decode(model, engine="vllm")
+    engine = weakref.ref(vllm_engine._served[model]._engine)
+    del model
+    gc.collect()
+    assert engine() is None
+
+
+@needs_vllm
+def test_after_an_error_the_next_batch_is_whole() -> None:
+    model = wide_causal_lm("llama")
+    good = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(Exception, match="not finite numbers"):
+        decode(model, engine="vllm")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(good)
+    made_the_same(model)
+
+
+@needs_vllm
+def test_a_model_that_it_cannot_have_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"vllm cannot have BloomForCausalLM in torch\.float32 .*; set ppo.engine to native"
+    ):
+        decode(tiny_causal_lm("bloom"), engine="vllm")
+
+
+@needs_vllm
+def test_a_device_that_it_was_not_made_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="computes on cpu, on the first there is, and the model is on cuda:0"):
+        vllm_engine._check_place(torch.device("cuda", 0))

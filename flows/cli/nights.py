@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.output import Json, console, write_json, write_lines
+from infra.errors import StoreError
 from rlhf_core.config.budget import HOUR_S
 from rlhf_core.counting import counted
 from rlhf_core.escaping import one_line
@@ -28,15 +29,24 @@ def nights(name: str | None = None, /, *, as_json: Json = False) -> None:
     Args:
         name: of the artifacts, as in `policy/NAME`; all when left out.
         as_json: print JSON.
+
+    Raises:
+        StoreError: if there is none of this name.
     """
     from infra.artifacts import open_default_store
 
     store = open_default_store()
     found = nights_of(store, name)
+    if name is not None and not found:
+        others = sorted({night["name"] for night in nights_of(store, None)})
+        raise StoreError(
+            f"{store.url} holds no night of {name}; "
+            + (f"it has those of {', '.join(others)}" if others else "it has none")
+        )
     if as_json:
         return write_json(found)
     if not found:
-        console().print(f"{store.url} holds no night{f' of {name}' if name else ''}")
+        console().print(f"{store.url} holds no night")
     write_lines(line for each in found for line in _lines(each))
     return None
 

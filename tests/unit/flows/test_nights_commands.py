@@ -95,6 +95,11 @@ def test_the_lines_and_the_json_say_the_same(year: ArtifactStore, capsys: pytest
     assert json.loads(capsys.readouterr().out) == nights_of(year, None)
 
 
+def test_a_name_without_nights_is_an_error(year: ArtifactStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nights", "teem"]) == 1
+    assert f"{year.url} holds no night of teem; it has those of team" in " ".join(capsys.readouterr().err.split())
+
+
 def test_only_days_without_a_night_are_missing(year: ArtifactStore) -> None:
     days = days_between("2026-11-19", "2026-11-23", date(2026, 11, 28))
     assert [day.day for day in missing_days(year, "team", days)] == [19, 21, 23]

@@ -41,7 +41,7 @@ _PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "b
 
 
 def settle_arithmetic(context: Context, config: PipelineConfig, gpus: Mapping[Trained, int]) -> PipelineConfig:
-    """Return a configuration that computes in float32 where nobody set bfloat16 and the processor is slow with it.
+    """Return a configuration that computes in float32 where nobody set bfloat16 and the processor is slower with it.
 
     It is this machine's processor that is asked, though a stage may train on a cluster elsewhere; all flows of a run,
     and its restarts, go by the first answer.
@@ -61,9 +61,9 @@ def settle_arithmetic(context: Context, config: PipelineConfig, gpus: Mapping[Tr
         if has_fast_bfloat16():
             return False
         if free:
-            say("machine", f"this processor has no fast bfloat16: float32 for {_told(free)}")
+            say("machine", f"this processor is faster with float32 than with bfloat16: float32 for {_told(free)}")
         if kept := [each for each in slow if each not in free]:
-            say("machine", f"this processor is many times faster with float32 than with bfloat16: {_told(kept)}")
+            say("machine", f"this processor is faster with float32 than with bfloat16, which is set: {_told(kept)}")
         return True
 
     if not slow or not settled_once(context, "whether bfloat16 is slow", bool, is_slow, by_all=True):
@@ -140,6 +140,10 @@ def preflight(
     gpus = {stage: available_gpus(address if leaves_process(config, stage) else None) for stage in stages}
     context = open_context()
     config = settle_arithmetic(context, config, gpus)
+    if "ppo" in stages and config.ppo.engine == "vllm" and address is None:
+        from rlhf_core.generation.vllm_engine import check_vllm
+
+        check_vllm(on_gpu=gpu_shares(config.ppo.cluster, gpus["ppo"], config.ppo.num_trainers)[1] > 0)
     for stage in stages:
         check_trainers(config, [stage], gpus=gpus[stage])
     check_parts(config, stages)
@@ -189,13 +193,9 @@ def check_ppo(config: PipelineConfig) -> None:
     """Check relations between choices of PPO.
 
     Raises:
-        ConfigError: two choices exclude each other, or the engine is not installed.
+        ConfigError: two choices exclude each other.
     """
     ppo = config.ppo
-    if ppo.engine == "vllm":
-        from rlhf_core.generation.vllm_engine import check_vllm
-
-        check_vllm()
     if ppo.critic_init == "reward_model" and ppo.advantage_estimator != "gae":
         raise ConfigError(
             f"ppo.critic_init is reward_model, but ppo.advantage_estimator {ppo.advantage_estimator} has no critic; "

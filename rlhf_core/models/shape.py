@@ -13,8 +13,8 @@ For n tokens at once, L layers of hidden size d and intermediate size f, all hea
                                                                  as for 4 m V = `LOGITS_BYTES` where that is less,
                                                                  if the head can be cut (`models/head_slices.py`)
     scoring               4 m V up to `LOGITS_BYTES`, and one layer's of what is kept
-    keys and values       2 n L k w                              bytes, as long as responses are sampled; with vLLM for
-                                                                 ever, beside the others
+    keys and values       2 n L k w                              bytes, as long as responses are sampled; with vLLM
+                                                                 always, n in blocks
     adapters, joined      once more, w bytes a parameter         likewise (`generation/decoder.py`)
 
 a, b and c were counted: they are what PyTorch keeps of a layer of Llama's (tests/unit/models_on_disk/test_shape.py).
@@ -35,6 +35,8 @@ LOGITS_BYTES = 1 << 30
 """Of all logits at once, if they were float32: more are computed in several passes, or a slice at a time."""
 SHORT_ROW = 128
 """Tokens of a row whose scores are written out, where they are computed in 16 bits on a CPU."""
+BLOCK, SPARE_TOKENS = 128, 256
+"""Tokens to which a row is rounded up in vLLM's cache, whose blocks have no more; and what it may keep for itself."""
 _SCORE = 6
 """Bytes of a score that are kept: in float32, and in 16 bits."""
 _KEPT = {
@@ -106,7 +108,9 @@ class Shape(NamedTuple):
             rank: of all sets of adapters together, none of which is merged.
             keeps_cache: whether what sampling needs is held while they are scored.
         """
-        cached = 2 * rows.tokens * self.layers * self.keys * _width(arithmetic)
+        length = rows.prompt + rows.response
+        tokens = rows.number * in_blocks(length) + SPARE_TOKENS if keeps_cache else rows.tokens
+        cached = 2 * tokens * self.layers * self.keys * _width(arithmetic)
         cached += _width(arithmetic) * self.adapter_parameters(rank)
         row = 4 * rows.response * self.vocabulary
         logits = min(rows.number * row, max(LOGITS_BYTES, row))
@@ -120,6 +124,11 @@ class Shape(NamedTuple):
             return rows.tokens * token
         short = min(rows.prompt + rows.response, SHORT_ROW)  # others of the data's rows may be, where these are not
         return max(rows.tokens * token, rows.number * short * (token + _SCORE * self.heads * short))
+
+
+def in_blocks(tokens: int) -> int:
+    """Return the tokens that a row takes in vLLM's cache."""
+    return -(-tokens // BLOCK) * BLOCK
 
 
 def _width(arithmetic: str) -> int:

@@ -5,6 +5,7 @@ What every engine promises is in test_engine.py and test_responses.py.
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -18,9 +19,9 @@ from transformers import PreTrainedModel
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.generation import make_engine, vllm_engine
-from rlhf_core.models.lora import attach_lora, freeze_adapters, trainable_parameters
+from rlhf_core.models.lora import attach_lora, each_merged, freeze_adapters, trainable_parameters
 from tests.unit.generation.test_engine import PROMPTS, assert_same, decode, numbers, responses
-from tests.unit.generation.wide import needs_vllm, wide_causal_lm
+from tests.unit.generation.wide import IN_VLLM, needs_vllm, wide_causal_lm
 from tests.unit.models.architectures import tiny_causal_lm
 
 
@@ -45,9 +46,10 @@ def test_where_it_is_not_installed_that_is_said(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_vllm
+@pytest.mark.parametrize("architecture", IN_VLLM)
 @pytest.mark.parametrize("kind", ["whole", "adapters", "over others", "biases"])
-def test_it_holds_the_weights_of_now(kind: str) -> None:
-    model = wide_causal_lm("qwen2" if kind == "biases" else "llama")
+def test_it_holds_the_weights_of_now(kind: str, architecture: str) -> None:
+    model = wide_causal_lm(architecture)
     if kind == "over others":
         attach_lora(model, LoRAConfig(r=4, alpha=12), seed=1)
         change(model, 10)
@@ -75,15 +77,47 @@ def test_a_longer_batch_and_other_arithmetic_are_served_too() -> None:
 
 
 @needs_vllm
-def test_more_rows_than_the_cache_has_room_for_wait() -> None:
+def test_rows_that_the_cache_has_no_room_for_wait_or_begin_again() -> None:
     model = wide_causal_lm("llama")
     decode(model, [[5]], engine="vllm", max_new_tokens=100)
-    uniforms = torch.rand(60, 100, generator=torch.Generator().manual_seed(0))
+    rows = [*PROMPTS * 12, [5, 6, 7] * 40]
+    uniforms = torch.rand(61, 80, generator=torch.Generator().manual_seed(0))
     ours, theirs = (
-        decode(model, PROMPTS * 12, engine=engine, uniforms=uniforms, max_new_tokens=100)
-        for engine in ("native", "vllm")
+        decode(model, rows, engine=engine, uniforms=uniforms, max_new_tokens=80) for engine in ("native", "vllm")
     )
     assert_same(ours, theirs)
+
+
+@needs_vllm
+def test_prompts_that_are_read_in_parts_are_answered_as_others() -> None:
+    model = wide_causal_lm("llama")
+    rows = [[5, 6, 7, number] * 200 for number in range(8, 13)]  # 4,000 tokens, and 2,048 in a step
+    ours, theirs = (decode(model, rows, engine=engine, uniforms=numbers()) for engine in ("native", "vllm"))
+    assert_same(ours, theirs)
+
+
+@needs_vllm
+def test_one_short_row_is_answered_in_a_window() -> None:
+    model = wide_causal_lm("mistral")
+    ours, theirs = (decode(model, PROMPTS[:1], engine=engine, uniforms=numbers()[:1]) for engine in ("native", "vllm"))
+    assert_same(ours, theirs)
+
+
+@needs_vllm
+def test_in_16_bits_it_is_about_as_near_to_float32_as_our_own_loop() -> None:
+    model = wide_causal_lm("llama")
+    prompts = [[number, 5, 6, number % 7 + 3] for number in range(3, 103)]
+    exact = decode(model, prompts, max_new_tokens=1)
+    ours, theirs = (
+        decode(copy.deepcopy(model).bfloat16(), prompts, engine=engine, max_new_tokens=1)
+        for engine in ("native", "vllm")
+    )
+    off = []
+    for made in (ours, theirs):
+        same = made.sequences[:, -1] == exact.sequences[:, -1]
+        assert same.float().mean() > 0.9
+        off.append((made.log_probs - exact.log_probs)[same].abs().mean())
+    assert off[1] <= 1.5 * off[0]
 
 
 @needs_vllm
@@ -100,13 +134,19 @@ def test_the_process_is_left_as_it_was() -> None:
 
 
 @needs_vllm
-def test_nothing_is_kept_for_a_model_that_is_gone() -> None:
-    model = wide_causal_lm("llama")
-    decode(model, engine="vllm")
-    engine = weakref.ref(vllm_engine._served[model]._engine)
-    del model
+@pytest.mark.parametrize("adapted", [False, True])
+def test_nothing_is_kept_for_a_model_that_is_gone_and_others_go_on(adapted: bool) -> None:
+    gone, stays = wide_causal_lm("llama"), wide_causal_lm("qwen2")
+    if adapted:
+        attach_lora(gone, LoRAConfig(r=4), seed=1)
+    for model in (gone, stays):
+        decode(model, engine="vllm")
+    runner = vllm_engine._served[gone].core.engine_core.model_executor.driver_worker.worker.model_runner
+    held = weakref.ref(runner.get_model())
+    del gone, model, runner
     gc.collect()
-    assert engine() is None
+    assert held() is None
+    made_the_same(stays)
 
 
 @needs_vllm
@@ -124,13 +164,26 @@ def test_after_an_error_the_next_batch_is_whole() -> None:
 
 @needs_vllm
 def test_a_model_that_it_cannot_have_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"vllm cannot have BloomForCausalLM in torch\.float32 .*; set ppo.engine to native"
-    ):
-        decode(tiny_causal_lm("bloom"), engine="vllm")
+    model = tiny_causal_lm("bloom", hidden_size=128)
+    with pytest.raises(ConfigError, match=r"vllm cannot have BloomForCausalLM in torch\.float32 .*; set ppo.engine to"):
+        decode(model, engine="vllm")
 
 
 @needs_vllm
-def test_a_device_that_it_was_not_made_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match="computes on cpu, on the first there is, and the model is on cuda:0"):
-        vllm_engine._check_place(torch.device("cuda", 0))
+def test_a_model_of_which_it_leaves_something_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        vllm_engine, "each_merged", lambda model: [each for each in each_merged(model) if "layers.1" not in each.name]
+    )
+    with pytest.raises(ConfigError, match="vllm computes other probabilities than LlamaForCausalLM"):
+        decode(wide_causal_lm("llama"), engine="vllm")
+
+
+@needs_vllm
+def test_vllm_for_another_kind_of_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="this vllm is for CPUs, and the makers sample on a GPU"):
+        vllm_engine.check_vllm(on_gpu=True)
+
+
+def test_a_gpu_that_is_not_the_first_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the model is on cuda:1"):
+        vllm_engine._check_place(torch.device("cuda", 1))

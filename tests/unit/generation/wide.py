@@ -13,7 +13,7 @@ from tests.tiny_llama import tiny_llama
 from tests.unit.models.architectures import tiny_causal_lm
 
 IN_VLLM = ("llama", "gpt2", "opt", "qwen2", "qwen3", "mistral")
-"""BLOOM's head is always tied there, and so cannot be replaced."""
+"""vLLM's BLOOM takes no head of its own."""
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason="needs vLLM: make vllm")
 _WIDE = 128
 _MORE: dict[str, dict[str, Any]] = {

@@ -65,6 +65,12 @@ def test_a_package_for_other_versions_is_left_out(python: str, own: set[str]) ->
     assert {"pendulum", "whenever"} & set(locked(python)) == own
 
 
+def test_what_stands_beside_the_lock_changes_nothing_of_it() -> None:
+    beside = [Requirement(line) for line in (CHECKOUT / "requirements-vllm.txt").read_text().splitlines()]
+    assert {each.name for each in beside}.isdisjoint(locked("3.11"))
+    assert all(str(each.specifier).startswith("==") for each in beside)
+
+
 def test_no_other_python_is_accepted() -> None:
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     accepted = SpecifierSet(project["requires-python"])

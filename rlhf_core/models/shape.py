@@ -13,8 +13,8 @@ For n tokens at once, L layers of hidden size d and intermediate size f, all hea
                                                                  as for 4 m V = `LOGITS_BYTES` where that is less,
                                                                  if the head can be cut (`models/head_slices.py`)
     scoring               4 m V up to `LOGITS_BYTES`, and one layer's of what is kept
-    keys and values       2 n L k w                              bytes, as long as responses are sampled; with vLLM
-                                                                 always, n in blocks
+    keys and values       2 n L k w                              bytes, as long as responses are sampled; with vLLM,
+                                                                 in blocks, always
     adapters, joined      once more, w bytes a parameter         likewise (`generation/decoder.py`)
 
 a, b and c were counted: they are what PyTorch keeps of a layer of Llama's (tests/unit/models_on_disk/test_shape.py).

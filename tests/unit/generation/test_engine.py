@@ -108,7 +108,7 @@ def test_the_same_batch_gives_the_same_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("sampled", [True, False])
-def test_both_engines_give_the_same_responses(architecture: str, sampled: bool) -> None:
+def test_generate_gives_the_same_responses(architecture: str, sampled: bool) -> None:
     model, uniforms = tiny_causal_lm(architecture), numbers() if sampled else None
     how: dict[str, Any] = {"temperature": 0.9, "top_k": 100, "top_p": 0.97}
     stops = frequent_tokens(model, 3, uniforms, **how)

@@ -97,5 +97,5 @@ def test_more_logits_than_fit_are_not_scored_or_learnt_at_once() -> None:
 def test_a_cache_that_is_kept_stands_beside_what_is_scored() -> None:
     rows = PassRows(8, 100, 20)
     apart = SHAPE.sampling_bytes(rows, "float32", rank=0)
-    cache = 2 * 8 * 120 * SHAPE.layers * SHAPE.keys * 4
+    cache = 2 * (8 * 128 + 256) * SHAPE.layers * SHAPE.keys * 4  # 120 tokens take a block, and two are spare
     assert SHAPE.sampling_bytes(rows, "float32", rank=0, keeps_cache=True) == apart + cache

@@ -87,6 +87,12 @@ def refuse_unfit(
         and not _wants_reward_model(config)
     ):
         faults += _nothing_to_rank(splits.get("preferences", ()))  # nor could one be trained, if it were asked for
+    judged = {
+        "ppo": config.ppo.reward.verifier > 0,
+        "evaluation": config.evaluation.judge == "verifier",
+        "preferences": pairs is None,
+    }
+    faults += _without_verifier([each for split in reads if judged.get(split) for each in splits[split]], config)
     measured = {DEVELOPMENT} if "ppo" in reads and config.ppo.evaluate_every else set()
     faults += [fault for split in measured for fault in _empty(split, splits.get(split, ()))]
     for split in ("sft", "ppo", "evaluation", DEVELOPMENT):
@@ -155,6 +161,17 @@ def _without_answers(
         "with answers"
     )
     return [Fault(sentence, overrides)]
+
+
+def _without_verifier(problems: Sequence[Problem], config: PipelineConfig) -> list[Fault]:
+    """Find demonstrations whose rows have answers that nobody compares with."""
+    if verifier_name(config.data) is not None or not any(map(_can_be_judged, problems)):
+        return []
+    sentence = (
+        "demonstrations have answers beside their responses, but no verifier is named that compares with them; set "
+        "data.verifier=exact, or another (docs/judges.md)"
+    )
+    return [Fault(sentence, {"data.verifier": "exact"})]
 
 
 def _nothing_to_rank(problems: Sequence[Problem]) -> list[Fault]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -192,6 +193,17 @@ def test_what_a_stage_could_not_use_is_refused_where_it_is_read(
     with pytest.raises(DataError, match=told) as error:
         refuse_unfit(made.splits, made.pairs, given, meter(), reads=reads)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("reads", [("ppo",), ("evaluation",), ("preferences",)])
+def test_answers_that_nobody_compares_with_are_refused(reads: tuple[str, ...]) -> None:
+    given = config({"demonstrations": "demonstrations.jsonl"})
+    rows = [replace(row, answer="7") for row in demonstrations(40)]
+    made = prepare(given, {"demonstrations": read(rows)}, meter=meter())
+    with pytest.raises(DataError, match=r"no verifier is named .* data\.verifier=exact"):
+        refuse_unfit(made.splits, made.pairs, given, meter(), reads=reads)
+    named = config({"demonstrations": "demonstrations.jsonl", "verifier": "exact"})
+    refuse_unfit(made.splits, made.pairs, named, meter(), reads=reads)
 
 
 @pytest.mark.parametrize(

@@ -393,6 +393,7 @@ class Intake:
         since = "first night" if self.night.before is None else f"since {self.ledger.as_of:%Y-%m-%d %H:%M} UTC"
         parts = [
             f"{since}: {counted(figures['new_files'], 'new file')}, {counted(figures['new_rows'], 'new row')}",
+            f"{counted(self.ledger.waiting, 'row')} that waited" if self.ledger.waiting else "",
             f"{figures['known_rows']} known to earlier nights" if figures["known_rows"] else "",
             f"{figures['old_rows']} of earlier nights beside them" if figures["old_rows"] else "",
             f"{figures['waiting_rows']} wait for a later night" if figures["waiting_rows"] else "",

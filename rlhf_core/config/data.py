@@ -168,7 +168,8 @@ class DataConfig(Config):
     """Held-out problems or prompts of their own; empty holds some of the others out."""
     verifier: str | None = None
     """Who says whether an answer is right: `exact`, `gsm8k_reward_fn`, `math_competition_reward_fn`,
-    `reasoning_gym:<task>` or `package.module:function`; None takes the task's own scorer, and `exact` for files."""
+    `reasoning_gym:<task>` or `package.module:function`; None takes the task's own scorer, and `exact` for
+    problems in files."""
     arrivals: ArrivalsConfig | None = None
     """Set (`{}` does): sources grow, and a night learns what has arrived since the last one (docs/data.md). None: each
     run learns all that its sources hold."""

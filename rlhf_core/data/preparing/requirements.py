@@ -87,13 +87,9 @@ def refuse_unfit(
         and not _wants_reward_model(config)
     ):
         faults += _nothing_to_rank(splits.get("preferences", ()))  # nor could one be trained, if it were asked for
-    judged = {
-        "ppo": config.ppo.reward.verifier > 0,
-        "evaluation": config.evaluation.judge == "verifier",
-        "preferences": pairs is None,
-    }
-    faults += _without_verifier([each for split in reads if judged.get(split) for each in splits[split]], config)
     measured = {DEVELOPMENT} if "ppo" in reads and config.ppo.evaluate_every else set()
+    ranked = () if pairs is not None else ("preferences",)
+    faults += _without_verifier({split: splits.get(split, ()) for split in measured | {*reads}}, ranked, config)
     faults += [fault for split in measured for fault in _empty(split, splits.get(split, ()))]
     for split in ("sft", "ppo", "evaluation", DEVELOPMENT):
         if split in {*reads, *measured}:
@@ -163,15 +159,21 @@ def _without_answers(
     return [Fault(sentence, overrides)]
 
 
-def _without_verifier(problems: Sequence[Problem], config: PipelineConfig) -> list[Fault]:
-    """Find demonstrations whose rows have answers that nobody compares with."""
-    if verifier_name(config.data) is not None or not any(map(_can_be_judged, problems)):
+def _without_verifier(
+    splits: Mapping[str, Sequence[Problem]], ranked: Sequence[str], config: PipelineConfig
+) -> list[Fault]:
+    """Find rows that have answers, as demonstrations may, where nobody is named who compares with them."""
+    if verifier_name(config.data) is not None:
+        return []
+    asked = [*ranked, *(("evaluation", DEVELOPMENT) if config.evaluation.judge == "verifier" else ())]
+    found = [split for split in asked if splits.get(split) and all(map(_can_be_judged, splits[split]))]
+    if not found:
         return []
     sentence = (
-        "demonstrations have answers beside their responses, but no verifier is named that compares with them; set "
-        "data.verifier=exact, or another (docs/judges.md)"
+        f"rows of {', '.join(found)} have answers, and no verifier is named that compares with them; name one as "
+        "data.verifier (`exact`, or another of docs/judges.md)"
     )
-    return [Fault(sentence, {"data.verifier": "exact"})]
+    return [Fault(sentence, {})]
 
 
 def _nothing_to_rank(problems: Sequence[Problem]) -> list[Fault]:

@@ -195,15 +195,17 @@ def test_what_a_stage_could_not_use_is_refused_where_it_is_read(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("reads", [("ppo",), ("evaluation",), ("preferences",)])
-def test_answers_that_nobody_compares_with_are_refused(reads: tuple[str, ...]) -> None:
+def test_answers_that_nobody_compares_with_are_refused() -> None:
     given = config({"demonstrations": "demonstrations.jsonl"})
-    rows = [replace(row, answer="7") for row in demonstrations(40)]
+    rows = [replace(row, demonstration="<answer>7</answer>", answer="7") for row in demonstrations(40)]
     made = prepare(given, {"demonstrations": read(rows)}, meter=meter())
-    with pytest.raises(DataError, match=r"no verifier is named .* data\.verifier=exact"):
-        refuse_unfit(made.splits, made.pairs, given, meter(), reads=reads)
+    with pytest.raises(DataError) as refused:
+        refuse_unfit(made.splits, made.pairs, given, meter(), reads=tuple(SIZES))
+    assert "rows of preferences, evaluation have answers, and no verifier is named" in str(refused.value)
+    refuse_unfit(made.splits, made.pairs, config({"demonstrations": "a.jsonl"}), meter(), reads=("ppo",))  # exact pays
     named = config({"demonstrations": "demonstrations.jsonl", "verifier": "exact"})
-    refuse_unfit(made.splits, made.pairs, named, meter(), reads=reads)
+    made = prepare(named, {"demonstrations": read(rows)}, meter=meter())
+    refuse_unfit(made.splits, made.pairs, named, meter(), reads=tuple(SIZES))
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ import os
 import random
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -39,7 +40,15 @@ from rlhf_core.models.adapters import write_adapters
 from rlhf_core.models.base import is_widened
 from rlhf_core.models.lora import Adapters, MergedWeight, addable_adapters, each_merged, weights_below
 from rlhf_core.models.shape import SPARE_TOKENS, in_blocks
-from rlhf_core.models.trunk import autocast, device_of, evaluating, max_positions, model_inputs, unwrapped
+from rlhf_core.models.trunk import (
+    autocast,
+    device_of,
+    evaluating,
+    forward_takes,
+    max_positions,
+    model_inputs,
+    unwrapped,
+)
 
 if TYPE_CHECKING:
     from rlhf_core.generation.settings import Generation
@@ -58,8 +67,10 @@ _SETTINGS = {
     "TRITON_F32_DEFAULT": "ieee",  # attention in float32 is not to round to fewer bits
 }
 _ASKED, _MOST_DIVERGENCE = 8, 0.2
-"""Prompts that vLLM is tried with, and the KL from the model's next token to vLLM's, in the median: rounding to 16 bits
-makes 0.005 of it after a prompt in words, and much more after a chance one; random weights, whole numbers."""
+"""Prompts that vLLM is tried with, and the KL from the model's next token to vLLM's, in the median. Rounding to 16 bits
+makes 0.005 of it after a prompt in words, and 0.7 after random tokens; a model of random weights makes more than 1."""
+_MOST_ROWS = 2048
+"""At once: vLLM reads no more tokens in a step."""
 
 
 def check_vllm(*, on_gpu: bool) -> None:
@@ -73,13 +84,19 @@ def check_vllm(*, on_gpu: bool) -> None:
             "ppo.engine vllm needs the package vllm, which is not installed; run `make vllm` (docs/presets.md), or "
             "set ppo.engine to native"
         )
-    for_cpus = _FOR_CPUS in packages_distributions().get(PACKAGE, ())
+    for_cpus = _is_for_cpus()
     if for_cpus == on_gpu:
         has, wants = ("CPUs", "a GPU") if for_cpus else ("GPUs", "CPUs")
         raise ConfigError(
             f"this vllm is for {has}, and the makers sample on {wants}; install the other (docs/presets.md), or set "
             "ppo.engine to native"
         )
+
+
+@cache
+def _is_for_cpus() -> bool:
+    names = packages_distributions().get(PACKAGE, ())
+    return any(name == _FOR_CPUS or version(name).endswith("+cpu") for name in names)
 
 
 class VllmEngine:
@@ -122,6 +139,7 @@ class VllmEngine:
         with torch.autocast(device.type, enabled=False):  # vLLM computes in the dtype that it is made for
             served = _served_for(model, dtype, prompts, limits, positions)
             try:
+                served.check(model, prompts)
                 served.generate(model, prompts, limits, choose, responses)
             except BaseException:
                 del _served[model]  # requests are left in it
@@ -135,7 +153,7 @@ class _Choices:
     def __init__(self) -> None:
         self.choose: Chooser | None = None
         self.rows: list[int] = []
-        """Of our batch, for which was chosen last; some of them only in passing, where vLLM still reads the prompt."""
+        """Of our batch, for which was chosen last; vLLM drops that where it has not read the whole prompt."""
         self.steps: Tensor
         """The number of the token of each."""
         self.choice: Choice
@@ -180,51 +198,73 @@ class _Served:
     Args:
         model: without what is wrapped around it.
         dtype: of weights, cache and arithmetic.
-        prompts: of the first batch; of a larger one, some rows wait, as they do where the cache is full.
         length: most tokens of a row.
-        tokens: of all rows together, which the cache has room for.
+        rows: at once; others wait.
+        tokens: of all rows together, which the cache has room for; where it is full, rows wait, too.
 
     Raises:
-        ConfigError: if vLLM cannot have the model, or computes something else.
+        ConfigError: if vLLM cannot have the model.
     """
 
-    def __init__(
-        self, model: Any, dtype: torch.dtype, prompts: Sequence[Sequence[int]], *, length: int, tokens: int
-    ) -> None:
-        self.dtype, self.length = dtype, length
-        self._choices, self._numbers = _Choices(), count(1)
+    def __init__(self, model: Any, dtype: torch.dtype, *, length: int, rows: int, tokens: int) -> None:
+        self.dtype, self.length, self.rows = dtype, length, rows
+        self._choices, self._numbers, self._is_checked = _Choices(), count(1), False
         device = device_of(model)
         _check_place(device)
-        adapters = _own_adapters(model, dtype)
-        self.rank = None if adapters is None else adapters.rank
-        from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 - it is not in the lock, and takes seconds
+        with _as_config_error(model, dtype):
+            adapters = _own_adapters(model, dtype)
+            self.rank = None if adapters is None else adapters.rank
+            from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 - it is not in the lock, and takes seconds
 
-        lora = {}
-        if self.rank is not None:
-            lora = {"enable_lora": True, "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= self.rank)}
-        try:
+            lora = {}
+            if self.rank is not None:
+                lora = {"enable_lora": True, "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= self.rank)}
             with _process_left_alone(device):
                 self._engine = LLMEngine.from_engine_args(
                     EngineArgs(
                         model=str(_configuration(model)), skip_tokenizer_init=True, runner="generate",
                         load_format="dummy", generation_config="vllm", dtype=str(dtype).removeprefix("torch."),
-                        max_model_len=length, max_num_seqs=len(prompts), enforce_eager=device.type == "cpu",
+                        max_model_len=length, max_num_seqs=rows, enforce_eager=device.type == "cpu",
                         gpu_memory_utilization=0.01,  # others are on the GPU, and the cache's size is said
                         kv_cache_memory_bytes=_cache_bytes(model.config, dtype, max(tokens, length)),
                         logits_processors=[_processor(self._choices)], async_scheduling=False, disable_log_stats=True,
                         **lora,
                     )
                 )  # fmt: skip
-                _free_with(self)
-                self._load(model, each_merged(model) if self.rank is None else weights_below(model))
-        except (torch.OutOfMemoryError, RlhfError):
-            raise
-        except Exception as error:
+            _free_with(self)
+            if self.rank is not None:
+                self._load(model, weights_below(model))
+
+    def check(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
+        """Check once that vLLM computes what the model does: what it does not know, it may leave out.
+
+        Adapters that add nothing yet are checked again, when they do.
+
+        Raises:
+            ConfigError: if it does not.
+        """
+        if self._is_checked:
+            return
+        device, asked = device_of(model), list(dict.fromkeys(map(tuple, prompts)))[:_ASKED]
+        seen: dict[int, Tensor] = {}
+
+        def choose(logits: Tensor, rows: Tensor, _step: int | Tensor) -> Choice:
+            seen.update(zip(rows.tolist(), torch.log_softmax(logits.float(), -1), strict=True))
+            return choose_greedy(logits)
+
+        settings, limits = GenerationSettings(max_new_tokens=1, stop_ids=(), pad_id=0), [1] * len(asked)
+        with _as_config_error(model, self.dtype):
+            self.generate(model, asked, limits, choose, Responses(limits, settings, None, device))
+        with torch.no_grad(), evaluating(model), autocast(device, self.dtype):
+            own = [_next_log_probs(model, torch.tensor([prompt], device=device)) for prompt in asked]
+        apart = [float((each.exp() * (each - seen[row])).sum()) for row, each in enumerate(own)]
+        if not (divergence := median(apart)) < _MOST_DIVERGENCE:
             raise ConfigError(
-                f"vllm cannot have {type(model).__name__} in {dtype} ({error or type(error).__name__}); set ppo.engine "
-                "to native"
-            ) from error
-        self._check(model, list(dict.fromkeys(map(tuple, prompts)))[:_ASKED])
+                f"vllm computes other probabilities than {type(model).__name__} (KL {divergence:.3g}, expected below "
+                f"{_MOST_DIVERGENCE}); set ppo.engine to native"
+            )
+        adapters = _own_adapters(model, self.dtype)
+        self._is_checked = adapters is None or any(bool(b.any()) for _, b in adapters.factors.values())
 
     def generate(
         self,
@@ -260,32 +300,6 @@ class _Served:
     def core(self) -> Any:
         """Return what holds weights and cache."""
         return self._engine.engine_core
-
-    def _check(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
-        """Check that vLLM computes what the model does: what it does not know of an architecture, it may leave out.
-
-        Raises:
-            ConfigError: if it does not.
-        """
-        device = device_of(model)
-        seen: dict[int, Tensor] = {}
-
-        def choose(logits: Tensor, rows: Tensor, _step: int | Tensor) -> Choice:
-            seen.update(zip(rows.tolist(), torch.log_softmax(logits.float(), -1), strict=True))
-            return choose_greedy(logits)
-
-        settings, limits = GenerationSettings(max_new_tokens=1, stop_ids=(), pad_id=0), [1] * len(prompts)
-        self.generate(model, prompts, limits, choose, Responses(limits, settings, None, device))
-        tokens, mask = pad_left(prompts, 0, device)
-        with torch.no_grad(), evaluating(model), autocast(device, self.dtype):
-            logits = model(**model_inputs(model, tokens, mask)).logits[:, -1]
-        own, theirs = torch.log_softmax(logits.float(), -1), torch.stack([seen[row] for row in range(len(prompts))])
-        divergence = float((own.exp() * (own - theirs)).sum(-1).median())
-        if not divergence < _MOST_DIVERGENCE:
-            raise ConfigError(
-                f"vllm computes other probabilities than {type(model).__name__} (KL {divergence:.3g}, expected below "
-                f"{_MOST_DIVERGENCE}); set ppo.engine to native"
-            )
 
     @contextmanager
     def _weights(self, model: Any) -> Iterator[Any]:
@@ -332,16 +346,38 @@ def _served_for(
 ) -> _Served:
     """Return what serves a model, made anew where it does not fit any more."""
     lengths = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
-    needed, served = max(lengths), _served.get(model)
-    if served is not None and served.length >= needed and served.dtype == dtype:
+    needed, rows, served = max(lengths), min(len(prompts), _MOST_ROWS), _served.get(model)
+    if served is not None and served.length >= needed and served.rows >= rows and served.dtype == dtype:
         adapters = _own_adapters(model, dtype)
         if served.rank == (None if adapters is None else adapters.rank):
             return served
     _served.pop(model, None)
     del served
     length = min(in_blocks(2 * needed), positions or in_blocks(2 * needed))  # longer batches to come are foreseen
-    _served[model] = _Served(model, dtype, prompts, length=length, tokens=sum(map(in_blocks, lengths)))
+    _served[model] = _Served(model, dtype, length=length, rows=rows, tokens=sum(map(in_blocks, lengths)))
     return _served[model]
+
+
+def _next_log_probs(model: Any, ids: Tensor) -> Tensor:
+    """Return what the model itself says of the token after a prompt, [V]."""
+    inputs = model_inputs(model, ids, torch.ones_like(ids))
+    if forward_takes(model, "logits_to_keep"):
+        inputs["logits_to_keep"] = 1
+    return torch.log_softmax(model(**inputs).logits[0, -1].float(), -1)
+
+
+@contextmanager
+def _as_config_error(model: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Tell of what vLLM fails with, when it is given a model, in a sentence."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RlhfError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"vllm cannot have {type(model).__name__} in {dtype} ({error or type(error).__name__}); set ppo.engine to "
+            "native"
+        ) from error
 
 
 def _free_with(served: _Served) -> None:
@@ -356,7 +392,6 @@ def _free_with(served: _Served) -> None:
 def _free(core: Any) -> None:
     core.model_executor.shutdown()
     core.scheduler.shutdown()
-    gc.unfreeze()  # vLLM has what it made left out of the collections of garbage
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -396,11 +431,15 @@ def _configuration(model: Any) -> Path:
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
     config.tie_word_embeddings = False  # vLLM replaces weights layer by layer, and would leave a tied head
-    text = config.to_json_string(use_diff=False)
-    directory = user_cache().with_name("vllm") / hashlib.sha256(text.encode()).hexdigest()[:16]
-    if not (directory / "config.json").is_file():
-        directory.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(directory)
+    config.name_or_path = ""
+    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
+    directory = user_cache().with_name("vllm") / digest
+    if not directory.is_dir():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=directory.parent) as made:
+            config.save_pretrained(f"{made}/{digest}")
+            with suppress(OSError):  # another process was quicker
+                Path(made, digest).rename(directory)
     return directory
 
 
@@ -434,7 +473,7 @@ def _check_place(device: torch.device) -> None:
 
 @contextmanager
 def _process_left_alone(device: torch.device) -> Iterator[None]:
-    """Put back what vLLM changes in its process while it is set up: random numbers, threads, precision."""
+    """Put back what vLLM changes in its process while it is set up: random numbers, threads, precision, garbage."""
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
     precision = torch.get_float32_matmul_precision()
@@ -442,6 +481,7 @@ def _process_left_alone(device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
+        gc.unfreeze()  # vLLM has all that there is left out of the collections of garbage
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)

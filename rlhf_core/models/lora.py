@@ -216,12 +216,10 @@ def addable_adapters(model: nn.Module) -> Adapters | None:
 
     None if there are none, or they were not made here (`attach_lora`), or have changed the weights below them.
     """
-    layers = _having(model, _ADAPTER).values()
-    if not _adapted_layers(model) or not all(
-        hasattr(each, _CONFIG) and getattr(each, _CONFIG).keeps_base for each in layers
-    ):
+    if not any(_having(model, name) for name in (_BELOW, _ADAPTER)):
         return None
-    return _joined(model)
+    made = [getattr(layer, _CONFIG, None) for layer in _having(model, _ADAPTER).values()]
+    return _joined(model) if all(config is not None and config.keeps_base for config in made) else None
 
 
 def weights_below(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

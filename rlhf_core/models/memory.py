@@ -267,7 +267,7 @@ def _need_over_base(
 
 
 def _of_engine(config: PPOConfig, num_parameters: int, shape: Shape | None) -> int:
-    """Return the bytes of a maker's engine: vLLM holds the actor itself, with a head of its own where that is tied."""
+    """Return the bytes of a maker's engine: vLLM holds the actor itself, and a second head, as one that is tied has."""
     if config.engine != "vllm":
         return 0
     return BYTES[config.rollout_dtype] * (num_parameters + (shape.vocabulary * shape.hidden if shape else 0))

@@ -9,6 +9,7 @@ import copy
 import gc
 import random
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,17 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.generation import make_engine, vllm_engine
-from rlhf_core.models.lora import attach_lora, each_merged, freeze_adapters, trainable_parameters
+from rlhf_core.generation import GenerationSettings, make_engine, vllm_engine
+from rlhf_core.generation.responses import Responses
+from rlhf_core.generation.sampling import Choice
+from rlhf_core.models.lora import (
+    addable_adapters,
+    attach_lora,
+    each_merged,
+    freeze_adapters,
+    trainable_parameters,
+    weights_below,
+)
 from tests.unit.generation.test_engine import PROMPTS, assert_same, decode, numbers, responses
 from tests.unit.generation.wide import IN_VLLM, needs_vllm, wide_causal_lm
 from tests.unit.models.architectures import tiny_causal_lm
@@ -79,13 +89,23 @@ def test_a_longer_batch_and_other_arithmetic_are_served_too() -> None:
 @needs_vllm
 def test_rows_that_the_cache_has_no_room_for_wait_or_begin_again() -> None:
     model = wide_causal_lm("llama")
-    decode(model, [[5]], engine="vllm", max_new_tokens=100)
+    decode(model, [[5]] * 61, engine="vllm", max_new_tokens=100)  # one block for each row
     rows = [*PROMPTS * 12, [5, 6, 7] * 40]
-    uniforms = torch.rand(61, 80, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.rand(61, 130, generator=torch.Generator().manual_seed(0))
+    first = vllm_engine._served[model]
     ours, theirs = (
-        decode(model, rows, engine=engine, uniforms=uniforms, max_new_tokens=80) for engine in ("native", "vllm")
+        decode(model, rows, engine=engine, uniforms=uniforms, max_new_tokens=130) for engine in ("native", "vllm")
     )
+    assert vllm_engine._served[model] is first
     assert_same(ours, theirs)
+
+
+@needs_vllm
+def test_a_larger_batch_is_not_made_in_turns() -> None:
+    model = wide_causal_lm("llama")
+    decode(model, PROMPTS[:1], engine="vllm")
+    made_the_same(model)
+    assert vllm_engine._served[model].rows == len(PROMPTS)
 
 
 @needs_vllm
@@ -131,6 +151,7 @@ def test_the_process_is_left_as_it_was() -> None:
     assert (np.random.get_state()[1] == drawn[2]).all()
     assert torch.set_num_threads is set_threads
     assert torch.get_num_threads() == threads
+    assert gc.get_freeze_count() == 0
 
 
 @needs_vllm
@@ -179,6 +200,26 @@ def test_a_model_of_which_it_leaves_something_out_is_refused(monkeypatch: pytest
 
 
 @needs_vllm
+def test_adapters_that_it_leaves_out_are_found_when_they_add_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide_causal_lm("llama")
+    attach_lora(model, LoRAConfig(r=8), seed=2)
+    part = vllm_engine.write_adapters
+    monkeypatch.setattr(
+        vllm_engine,
+        "write_adapters",
+        lambda adapters, directory: part(
+            adapters._replace(factors={name: both for name, both in adapters.factors.items() if "mlp" not in name}),
+            directory,
+        ),
+    )
+    decode(model, engine="vllm")
+    change(model, 5)
+    change(model, 6)
+    with pytest.raises(ConfigError, match="vllm computes other probabilities than LlamaForCausalLM"):
+        decode(model, engine="vllm")
+
+
+@needs_vllm
 def test_vllm_for_another_kind_of_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="this vllm is for CPUs, and the makers sample on a GPU"):
         vllm_engine.check_vllm(on_gpu=True)
@@ -187,3 +228,60 @@ def test_vllm_for_another_kind_of_device_is_refused() -> None:
 def test_a_gpu_that_is_not_the_first_is_refused() -> None:
     with pytest.raises(ConfigError, match="the model is on cuda:1"):
         vllm_engine._check_place(torch.device("cuda", 1))
+
+
+def test_rows_are_followed_through_vllms_batch() -> None:
+    choices = vllm_engine._Choices()
+    asked = [SimpleNamespace(extra_args={"row": row}) for row in range(4)]
+    made: list[list[int]] = [[], [7], [7, 7], []]
+
+    def follow(removed=(), added=(), moved=()) -> None:
+        choices.follow(SimpleNamespace(removed=removed, added=added, moved=moved))
+
+    one_way, swap = SimpleNamespace(name="UNIDIRECTIONAL"), SimpleNamespace(name="SWAP")
+    follow(added=[(place, asked[place], None, made[place]) for place in range(3)])
+    follow(removed=[0], moved=[(2, 0, one_way)])
+    follow(added=[(2, asked[3], None, made[3])], moved=[(0, 1, swap)])
+    with choices.by(lambda logits, rows, steps: Choice(rows * 10 + steps, logits[:, 0])):
+        scores = choices.apply(torch.zeros(3, 40))
+    assert choices.rows == [1, 2, 3]
+    assert choices.steps.tolist() == [1, 2, 0]
+    assert scores.argmax(-1).tolist() == [11, 22, 30]
+    assert scores.isfinite().sum(-1).tolist() == [1, 1, 1]
+
+
+def test_rows_at_different_steps_are_written_at_once() -> None:
+    settings = GenerationSettings(max_new_tokens=3, stop_ids=(9,), pad_id=0)
+    one, each = (Responses([3, 3], settings, None, torch.device("cpu")) for _ in range(2))
+    tokens, places = [[5, 6, 7], [8, 9, 0]], torch.arange(2)
+    for step in range(3):
+        one.write(places, step, Choice(torch.tensor([row[step] for row in tokens]), torch.zeros(2)))
+    each.write(places[:1], 0, Choice(torch.tensor([5]), torch.zeros(1)))
+    for steps in ((1, 0), (2, 1)):
+        chosen = torch.tensor([row[step] for row, step in zip(tokens, steps, strict=True)])
+        each.write(places, torch.tensor(steps), Choice(chosen, torch.zeros(2)))
+    prompts = torch.ones(2, 1, dtype=torch.long)
+    for ours, theirs in zip(one.with_prompts(prompts, prompts), each.with_prompts(prompts, prompts), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_adapters_and_the_weights_below_them_make_the_model() -> None:
+    model = tiny_causal_lm("llama")
+    assert addable_adapters(model) is None
+    before = dict(model.named_parameters())
+    attach_lora(model, LoRAConfig(r=4, alpha=12), seed=1)
+    change(model, 10)
+    freeze_adapters(model)
+    attach_lora(model, LoRAConfig(r=8, alpha=8), seed=2)
+    change(model, 20)
+    adapters, below = addable_adapters(model), dict(weights_below(model))
+    assert adapters is not None
+    assert below.keys() == before.keys()
+    for name, weight, is_sum in each_merged(model):
+        expected = below[name].float()
+        if is_sum:
+            a, b = adapters.factors[name.removesuffix(".weight")]
+            expected = expected + adapters.alpha / adapters.rank * b @ a
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-5)
+    attach_lora(other := tiny_causal_lm("qwen2"), LoRAConfig(r=4, bias="all"), seed=1)
+    assert addable_adapters(other) is None

@@ -438,7 +438,9 @@ def test_rows_of_a_stage_that_a_night_does_not_train_wait_for_one_that_does(nigh
     full = nights.prepare(reads=("sft", *READS), **problems)
     assert isinstance(full, NothingNew), "PPO has nothing, and is to be trained"
     nights.arrive("b.jsonl", (), raw=worked(range(100, 130)))
-    full = nights.night(reads=("sft", *READS), **problems)
+    with telling(said.append):
+        full = nights.night(reads=("sft", *READS), **problems)
+    assert any(f"{len(others)} rows that waited" in line for line in said)
     assert set(others) < set(nights.rows(full, "sft"))
     assert not set(ours) & {*nights.rows(full, "sft"), *nights.rows(full, "ppo")}
     assert full.metrics["waiting_rows"] == 0

@@ -9,6 +9,7 @@ import torch
 
 from rlhf_core.config import DataConfig, EvaluationConfig, PipelineConfig, PPOConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.generation import vllm_engine
 from rlhf_core.models import loading
 from tasks import preflight
 from tasks.context import Context
@@ -222,3 +223,10 @@ def test_a_processor_is_tried(monkeypatch: pytest.MonkeyPatch, narrow: float, is
 def test_a_processor_that_has_no_instructions_for_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert not loading.has_fast_bfloat16.__wrapped__()
+
+
+def test_an_engine_that_is_not_installed_is_refused(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "open_context", lambda: context)
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="needs the package vllm, which is not installed; run `make vllm`"):
+        preflight.preflight.fn(preset(engine="vllm"), trains="ppo", stages=["ppo"])

@@ -214,12 +214,11 @@ def required_memory(
         >>> (need.trainer, need.maker, need.num_makers)
         (36000, 6000, 2)
     """
+    engine = _of_engine(config, num_parameters, shape)
     if config.shares_base:
         adapters = adapter_parameters(num_parameters, config.lora.r, shape) if config.lora else 0
-        need = _need_over_base(
-            config, num_parameters, adapters, published_bytes, reward_adapters=reward_adapters, shape=shape
-        )
-        return replace(need, shared=bases * need.shared)
+        need = _need_over_base(config, num_parameters, adapters, published_bytes, reward_adapters=reward_adapters)
+        return replace(need, shared=bases * need.shared, maker=need.maker + engine)
     rollout = BYTES[config.rollout_dtype] * num_parameters
     has_critic = config.advantage_estimator == "gae"
     models_of_a_learner = 2 if has_critic else 1
@@ -230,7 +229,7 @@ def required_memory(
     held = models_of_a_learner * (per_rank.device + per_rank.host)
     return MemoryNeed(
         trainer=max(made, held + models_of_a_learner * rollout),
-        maker=models_of_a_maker * rollout + _of_engine(config, num_parameters, shape),
+        maker=models_of_a_maker * rollout + engine,
         num_makers=config.cluster.num_makers,
         other_trainer=max(made, held) if config.num_trainers > 1 else 0,
         num_other_trainers=config.num_trainers - 1,
@@ -239,13 +238,7 @@ def required_memory(
 
 
 def _need_over_base(
-    config: PPOConfig,
-    num_parameters: int,
-    adapters: int,
-    published_bytes: int,
-    *,
-    reward_adapters: bool,
-    shape: Shape | None,
+    config: PPOConfig, num_parameters: int, adapters: int, published_bytes: int, *, reward_adapters: bool
 ) -> MemoryNeed:
     rollout, has_critic = BYTES[config.rollout_dtype] * num_parameters, config.advantage_estimator == "gae"
     models = 2 if has_critic else 1
@@ -255,10 +248,7 @@ def _need_over_base(
     learner = models * (2 * _EXACT + _MOMENTS) * adapters + (_EXACT * num_parameters if own_critic else 0)
     return MemoryNeed(
         trainer=learner + models * _EXACT * adapters,
-        maker=models * _EXACT * adapters
-        + scorer
-        + (rollout if own_critic else 0)
-        + _of_engine(config, num_parameters, shape),
+        maker=models * _EXACT * adapters + scorer + (rollout if own_critic else 0),
         num_makers=config.cluster.num_makers,
         other_trainer=learner if config.num_trainers > 1 else 0,
         num_other_trainers=config.num_trainers - 1,

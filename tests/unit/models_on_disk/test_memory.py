@@ -34,7 +34,7 @@ from rlhf_core.models.memory import (
     machine_memory,
     required_memory,
 )
-from rlhf_core.models.shape import shape_of
+from rlhf_core.models.shape import Shape, shape_of
 from tests.tiny_llama import tiny_llama, write_tiny_llama
 
 GB = 10**9
@@ -59,8 +59,11 @@ def test_group_baselines_need_no_memory_for_a_critic() -> None:
 @pytest.mark.parametrize("lora", [None, LoRAConfig()])
 def test_vllm_holds_the_actor_once_more(lora: LoRAConfig | None) -> None:
     config = PPOConfig(lora=lora, rollout_dtype="bfloat16")
-    more = required_memory(config.model_copy(update={"engine": "vllm"}), GB).maker - required_memory(config, GB).maker
-    assert more == 2 * GB
+    with_vllm = config.model_copy(update={"engine": "vllm"})
+    assert required_memory(with_vllm, GB).maker - required_memory(config, GB).maker == 2 * GB
+    shape = Shape(layers=2, hidden=100, intermediate=300, queries=100, keys=50, vocabulary=1000, heads=4)
+    more = required_memory(with_vllm, GB, shape=shape).maker - required_memory(config, GB, shape=shape).maker
+    assert more == 2 * (GB + 100 * 1000)  # and a second head
 
 
 def test_adapters_on_a_billion_parameters_by_hand() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bench.speed import data
 from bench.speed.measure import DEVICE, Found, Run, in_turns
 from bench.speed.models import OUR_ADAPTERS, load, with_adapters, with_peft
-from bench.speed.products import Products
+from bench.speed.products import Products, distinct
 from flows.presets import resolve
 from rlhf_core.config import PPOConfig
 from rlhf_core.functional.losses import policy_loss, value_loss
@@ -31,7 +31,8 @@ def step(run: Run) -> Found:
     critic = Critic.from_causal_lm(actor)
     with_adapters(critic.trunk)
     learner = PPOLearner.build(with_adapters(actor), critic, config, device=DEVICE)
-    padded = pad_examples(data.quickstart(run, rows), torch.device("cpu"))
+    parts = data.quickstart(run, rows)
+    padded = pad_examples(parts, torch.device("cpu"))
     response = padded.action_mask.shape[1]
     prompt = padded.sequences.shape[1] - response
     made = experience(rows, prompt, response, vocabulary=actor.config.vocab_size).replace(**padded._asdict())
@@ -39,10 +40,10 @@ def step(run: Run) -> Found:
     peer = Peer(run, config)
 
     def floor() -> None:
+        tokens = distinct([begin + end for begin, end in parts])
         with torch.inference_mode():
-            for _ in range(rows // micro):
-                products.learn(micro * (prompt + response), micro * response, learns_weights=False)  # the actor
-                products.learn(micro * (prompt + response), 0, learns_weights=False)  # the critic
+            for scored in (rows * response, 0):  # the actor; the critic
+                products.learn(tokens, scored, learns_weights=False)
 
     ours, theirs, limit = in_turns(run.rounds, lambda: learner.training_step(batch), lambda: peer.step(batch), floor)
     told = {"rows": rows, "tokens": rows * (prompt + response), "micro_batch": micro, "rank": OUR_ADAPTERS.r}

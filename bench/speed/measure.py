@@ -140,9 +140,14 @@ def seconds_of(call: Callable[[], object]) -> float:
     """Return the seconds of one call."""
     started = time.perf_counter()
     call()
+    return now() - started
+
+
+def now() -> float:
+    """Return the time in seconds, when a GPU has done all that it was given."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return time.perf_counter()
 
 
 def peak_mb(call: Callable[[], object]) -> float:

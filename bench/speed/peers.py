@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from tempfile import TemporaryDirectory
@@ -16,7 +15,7 @@ from datasets import Dataset, disable_progress_bars
 from torch import nn
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
-from bench.speed.measure import DEVICE, Run, seconds_of
+from bench.speed.measure import DEVICE, Run, now, seconds_of
 from bench.speed.models import directory, load
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.models.loading import load_tokenizer
@@ -106,11 +105,11 @@ class _Stopwatch(TrainerCallback):  # type: ignore[misc]  # transformers is not 
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Begin."""
-        self._started = time.perf_counter()
+        self._started = now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """End."""
-        self.seconds = time.perf_counter() - self._started
+        self.seconds = now() - self._started
 
 
 def _trl_step(run: Run, kind: Any, config: Any, model: Any, data: Dataset) -> Step:

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
+def distinct(rows: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens of rows must be computed: what several begin with in common, once."""
+    return len({tuple(row[: place + 1]) for row in rows for place in range(len(row))})
+
+
 class Products(NamedTuple):
     """The matrices of a model."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -10,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.speed import data, peers
-from bench.speed.measure import Found, Run, in_turns
+from bench.speed.measure import Found, Run, in_turns, now
 from bench.speed.models import load
-from bench.speed.products import Products
+from bench.speed.products import Products, distinct
 from rlhf_core.config import RewardModelConfig, SFTConfig
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.models.reward_model import RewardModel
@@ -38,8 +37,7 @@ def sft(run: Run, lengths: Lengths) -> Found:
     else:
         parts = data.quickstart(run, count)
         rows = [MaskedTokens(prompt + answer, [False] * len(prompt) + [True] * len(answer)) for prompt, answer in parts]
-    tokens, scored = sum(len(row.ids) for row in rows), sum(sum(row.loss_mask) for row in rows)
-    limit = _floor(run, model, tokens, scored)
+    limit = _floor(run, model, distinct([row.ids for row in rows]), sum(sum(row.loss_mask) for row in rows))
     config = SFTConfig(
         epochs=run.rounds + 1, batch_size=count, micro_batch_size=count, max_length=max(len(row.ids) for row in rows)
     )
@@ -47,7 +45,7 @@ def sft(run: Run, lengths: Lengths) -> Found:
     def train(on_step: OnStep) -> None:
         train_sft(model, rows, config, seed=0, autocast_dtype=DTYPE, on_step=on_step, ranks=ALONE)
 
-    return _found(train, peers.sft_step(run, rows), limit, rows=count, tokens=tokens)
+    return _found(train, peers.sft_step(run, rows), limit, rows=count, tokens=sum(len(row.ids) for row in rows))
 
 
 def reward(run: Run, lengths: Lengths) -> Found:
@@ -60,8 +58,8 @@ def reward(run: Run, lengths: Lengths) -> Found:
         parts = data.quickstart(run, count)
         others = [answer for _, answer in [*parts[1:], parts[0]]]
         pairs = [EncodedPair(prompt + good, prompt + bad) for (prompt, good), bad in zip(parts, others, strict=True)]
-    tokens = sum(len(side) for pair in pairs for side in pair[:2])
-    limit = _floor(run, model, tokens, 0)
+    sides = [side for pair in pairs for side in pair[:2]]
+    limit = _floor(run, model, distinct(sides), 0)
     longest = max(pair.longest for pair in pairs)
     config = RewardModelConfig(epochs=run.rounds + 1, batch_size=count, micro_batch_size=count, max_length=longest)
     scores = RewardModel(trunk_of(model))
@@ -69,7 +67,7 @@ def reward(run: Run, lengths: Lengths) -> Found:
     def train(on_step: OnStep) -> None:
         train_reward_model(scores, pairs, config, seed=0, autocast_dtype=DTYPE, on_step=on_step, ranks=ALONE)
 
-    return _found(train, peers.reward_step(run, pairs), limit, rows=count, tokens=tokens)
+    return _found(train, peers.reward_step(run, pairs), limit, rows=count, tokens=sum(map(len, sides)))
 
 
 def _found(train: Callable[[OnStep], None], theirs: peers.Step, limit: float, **sizes: int) -> Found:
@@ -78,13 +76,13 @@ def _found(train: Callable[[OnStep], None], theirs: peers.Step, limit: float, **
     The first of both is left out: there an optimizer reserves its memory.
     """
     ours, peer = [], []
-    began = time.perf_counter()
+    began = now()
 
     def on_step(_: Metrics) -> None:
         nonlocal began
-        ours.append(time.perf_counter() - began)
+        ours.append(now() - began)
         peer.append(theirs())
-        began = time.perf_counter()
+        began = now()
 
     train(on_step)
     settings = {"dtype": "bfloat16 over float32", **sizes, "trl": peers.trl_version(), "limit": "products alone"}

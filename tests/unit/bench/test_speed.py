@@ -11,6 +11,7 @@ import torch
 from bench.speed import measure, peers
 from bench.speed.__main__ import main
 from bench.speed.measure import Found, Goal, NotHereError, Row, Run
+from bench.speed.products import distinct
 from bench.speed.rows import ROWS
 
 NAMES = """
@@ -113,6 +114,10 @@ def test_calls_are_timed_in_turns_and_the_least_counts(monkeypatch: pytest.Monke
     monkeypatch.setattr(measure, "seconds_of", seconds_of)
     assert measure.in_turns(2, lambda: "a", lambda: "b") == [1.0, 2.0]
     assert seen == ["a", "b", "a", "b"]
+
+
+def test_a_floor_counts_once_what_rows_begin_with_in_common() -> None:
+    assert distinct([[1, 2, 3], [1, 2, 4], [1, 2], [2, 2]]) == 6
 
 
 def test_a_peak_is_what_is_held_at_a_time() -> None:

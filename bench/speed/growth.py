@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.speed.learning import experience
 from bench.speed.measure import DEVICE, Found, Run, in_turns
-from bench.speed.models import OUR_ADAPTERS, load, with_adapters
+from bench.speed.models import ARITHMETIC, DTYPE, OUR_ADAPTERS, load, with_adapters
 from flows.presets import resolve
 from rlhf_core.models.critic import Critic
 from rlhf_core.ppo.learner import PPOLearner
@@ -34,13 +34,13 @@ def slope_of(costs: Mapping[float, float]) -> Found:
 def batch(run: Run) -> Found:
     """Measure an optimizer step with more and more rows in micro-batches of one size."""
     sizes = (2, 4) if run.tiny else (16, 32, 64, 128)
-    return slope_of(_steps(run, [partial(_step, load(run, "bfloat16"), rows, RESPONSE) for rows in sizes], sizes))
+    return slope_of(_steps(run, [partial(_step, load(run, ARITHMETIC), rows, RESPONSE) for rows in sizes], sizes))
 
 
 def length(run: Run) -> Found:
     """Measure a step with longer and longer rows."""
     sizes = (32, 64) if run.tiny else (64, 128, 256, 512)
-    calls = [partial(_step, load(run, "bfloat16"), 4 if run.tiny else ROWS, size - PROMPT) for size in sizes]
+    calls = [partial(_step, load(run, ARITHMETIC), 4 if run.tiny else ROWS, size - PROMPT) for size in sizes]
     return slope_of(_steps(run, calls, sizes))
 
 
@@ -63,7 +63,7 @@ def _steps(
 def _step(model: Any, rows: int, response: int) -> Callable[[], object]:
     """Return a step that is ready to be taken."""
     changes = {"lora": OUR_ADAPTERS, "train_batch_size": rows, "micro_batch_size": min(rows, ROWS)}
-    config = resolve("quickstart").ppo.model_copy(update=changes)
+    config = resolve("quickstart").ppo.model_copy(update={"dtype": ARITHMETIC, **changes})
     critic = Critic.from_causal_lm(model)
     with_adapters(critic.trunk)
     learner = PPOLearner.build(with_adapters(model), critic, config, device=DEVICE)
@@ -76,6 +76,6 @@ def _model(width: int) -> LlamaForCausalLM:
     heads = width // 32
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=8,
-        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=1024, dtype="bfloat16",
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=1024, dtype=ARITHMETIC,
     )  # fmt: skip
-    return LlamaForCausalLM(config).bfloat16().to(DEVICE)
+    return LlamaForCausalLM(config).to(DEVICE, DTYPE)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bench.speed import data
 from bench.speed.measure import DEVICE, Found, Run, in_turns
-from bench.speed.models import OUR_ADAPTERS, load, with_adapters, with_peft
+from bench.speed.models import ARITHMETIC, DTYPE, OUR_ADAPTERS, load, with_adapters, with_peft
 from bench.speed.products import Products, distinct
 from flows.presets import resolve
 from rlhf_core.config import PPOConfig
@@ -18,15 +18,13 @@ from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.training.padding import pad_examples
 from rlhf_core.types import Experience
 
-DTYPE = torch.bfloat16
-
 
 def step(run: Run) -> Found:
     """Measure a step in micro-batches."""
     rows, micro = (4, 2) if run.tiny else (32, 16)
-    sizes = {"lora": OUR_ADAPTERS, "train_batch_size": rows, "micro_batch_size": micro}
+    sizes = {"dtype": ARITHMETIC, "lora": OUR_ADAPTERS, "train_batch_size": rows, "micro_batch_size": micro}
     config = resolve("quickstart").ppo.model_copy(update=sizes)
-    actor = load(run, "bfloat16")
+    actor = load(run, ARITHMETIC)
     products = Products.of(actor, DTYPE)
     critic = Critic.from_causal_lm(actor)
     with_adapters(critic.trunk)
@@ -48,7 +46,7 @@ def step(run: Run) -> Found:
     ours, theirs, limit = in_turns(run.rounds, lambda: learner.training_step(batch), lambda: peer.step(batch), floor)
     told = {"rows": rows, "tokens": rows * (prompt + response), "micro_batch": micro, "rank": OUR_ADAPTERS.r}
     return Found(
-        ours, theirs, limit, {"dtype": "bfloat16", **told, "limit": "products alone, those of adapters left out"}
+        ours, theirs, limit, {"dtype": ARITHMETIC, **told, "limit": "products alone, those of adapters left out"}
     )
 
 
@@ -57,8 +55,8 @@ class Peer:
 
     def __init__(self, run: Run, config: PPOConfig) -> None:
         self.config = config
-        self.actor = with_peft(load(run, "bfloat16"))
-        self.trunk = with_peft(trunk_of(load(run, "bfloat16")))
+        self.actor = with_peft(load(run, ARITHMETIC))
+        self.trunk = with_peft(trunk_of(load(run, ARITHMETIC)))
         self.head = nn.Linear(self.trunk.config.hidden_size, 1, device=DEVICE)
         self._groups = [
             [each for module in modules for each in module.parameters() if each.requires_grad]

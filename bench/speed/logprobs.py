@@ -10,16 +10,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.speed.measure import DEVICE, Found, Run, in_turns, peak_mb
+from bench.speed.models import ARITHMETIC, DTYPE
 from bench.speed.products import Products
 from rlhf_core.functional.logprobs import logprobs_and_entropy
 from rlhf_core.models.head_slices import read_logits
 from rlhf_core.models.trunk import autocast
 
-DTYPE = torch.bfloat16
-
 
 class Head:
-    """A head and hidden states, as a training step has them: float32 weights, arithmetic in 16 bits.
+    """A head and hidden states, as a training step has them: float32 weights, arithmetic maybe in 16 bits.
 
     The entropy is looked at, and not learnt: so both sides compute it without its gradient.
     """
@@ -53,7 +52,7 @@ class Head:
     def told(self) -> dict[str, object]:
         """Return what the row's settings say."""
         rows, tokens = self.tokens.shape
-        return {"dtype": "bfloat16 over float32", "rows": rows, "tokens": tokens, "vocabulary": self.words}
+        return {"dtype": f"{ARITHMETIC} over float32", "rows": rows, "tokens": tokens, "vocabulary": self.words}
 
     def _backward(self, logprobs: Tensor) -> None:
         self.hidden.grad = self.head.weight.grad = None

@@ -15,10 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from bench.speed.measure import DEVICE, Run
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig
-from rlhf_core.models.loading import load_causal_lm, locate_model
+from rlhf_core.models.loading import has_fast_bfloat16, load_causal_lm, locate_model
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.saving import quiet
 
+ARITHMETIC = "bfloat16" if DEVICE.type != "cpu" or has_fast_bfloat16() else "float32"
+"""Ours and the peers': the faster of the two here, which our runs take, too. The rows of PPO name theirs."""
+DTYPE: torch.dtype = getattr(torch, ARITHMETIC)
 OUR_ADAPTERS = LoRAConfig(r=16)
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CHAT = (

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from bench.speed.measure import DEVICE, Run, now, seconds_of
-from bench.speed.models import directory, load
+from bench.speed.models import ARITHMETIC, DTYPE, directory, load
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.models.loading import load_tokenizer
 from rlhf_core.models.saving import quiet
@@ -26,7 +26,6 @@ from rlhf_core.training.padding import pad_right
 
 Step = Callable[[], float]
 """Takes one step and returns its seconds."""
-DTYPE = torch.bfloat16
 LR = 1e-5
 _UNLABELLED = -100
 """What transformers does not learn."""
@@ -116,9 +115,9 @@ def _trl_step(run: Run, kind: Any, config: Any, model: Any, data: Dataset) -> St
     """Return a run of one step of a trainer of TRL's; weights and optimizer stay from one to the next."""
     place, watch = TemporaryDirectory(), _Stopwatch()
     arguments = config(
-        output_dir=place.name, use_cpu=DEVICE.type == "cpu", bf16=True, gradient_checkpointing=False, max_steps=1,
-        per_device_train_batch_size=len(data), learning_rate=LR, lr_scheduler_type="constant", report_to="none",
-        save_strategy="no", disable_tqdm=True, max_length=None, dataloader_pin_memory=False,
+        output_dir=place.name, use_cpu=DEVICE.type == "cpu", bf16=ARITHMETIC == "bfloat16", max_steps=1,
+        gradient_checkpointing=False, per_device_train_batch_size=len(data), learning_rate=LR,
+        lr_scheduler_type="constant", report_to="none", save_strategy="no", disable_tqdm=True, max_length=None, dataloader_pin_memory=False,
     )  # fmt: skip
     disable_progress_bars()
     with quiet():

@@ -16,7 +16,7 @@ import torch
 
 from bench.speed import peers, ppo_sides
 from bench.speed.measure import Found, Run, in_turns
-from bench.speed.models import directory, load
+from bench.speed.models import ARITHMETIC, directory, load
 from bench.speed.ppo_sides import Given
 from bench.speed.products import Products
 from infra.settings import CHECKOUT
@@ -33,7 +33,7 @@ def seconds(run: Run, dtype: str, *, adapters: bool = False) -> Found:
 
 def megabytes(run: Run) -> Found:
     """Measure the most that a process holds in a step with adapters, what Python and its modules take included."""
-    given = _given(run, "bfloat16", adapters=True)
+    given = _given(run, ARITHMETIC, adapters=True)
     told = _told(given) | {"modules": round(_least("modules", run, given)[0])}
     told["limit"] = "none: what must be held depends on how it is written"
     return Found(*_least("megabytes", run, given), settings=told)

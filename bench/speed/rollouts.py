@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from bench.speed.measure import DEVICE, Found, Run, in_turns
-from bench.speed.models import directory, load, random_ids, with_adapters, with_peft
-from bench.speed.products import Products
+from bench.speed.models import ARITHMETIC, DTYPE, directory, load, random_ids, with_adapters, with_peft
+from bench.speed.products import Products, distinct
 from rlhf_core.generation import Generation, GenerationSettings, engine, make_engine, sample_uniforms
 from rlhf_core.generation.sampling import Choice, Chooser
 from rlhf_core.models.loading import load_tokenizer
 from rlhf_core.models.saving import quiet
+from rlhf_core.models.trunk import autocast
 
-DTYPE = torch.bfloat16
 QUESTIONS = 8
 
 
@@ -62,7 +62,7 @@ def until_stop(run: Run) -> Found:
 
     Both engines draw by the same uniforms: the same tokens, but for rounding in 16 bits.
     """
-    model, tokenizer = load(run, "bfloat16"), load_tokenizer(directory(run))
+    model, tokenizer = load(run, ARITHMETIC), load_tokenizer(directory(run))
     steps, samples = (6, 1) if run.tiny else (32, 4)
     questions = [f"What is {' + '.join(str(7 * term + row) for term in range(2 + row))}?" for row in range(QUESTIONS)]
     texts = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in questions]
@@ -82,10 +82,10 @@ def until_stop(run: Run) -> Found:
 
 
 def _against_generate(run: Run, sizes: Sizes, lengths: Tensor, *, adapters: bool = False) -> Found:
-    model = load(run, "bfloat16")
+    model = load(run, ARITHMETIC)
     prompts = random_ids(model, sizes.prompts, sizes.prompt_tokens)
     limit = _floor(run, model, prompts, lengths)
-    peer = with_peft(load(run, "bfloat16")) if adapters else model
+    peer = with_peft(load(run, ARITHMETIC)) if adapters else model
     ours = with_adapters(model) if adapters else model
     stop = model.config.vocab_size - 1
     is_ragged = bool((lengths < sizes.new_tokens).any())
@@ -98,7 +98,7 @@ def _against_generate(run: Run, sizes: Sizes, lengths: Tensor, *, adapters: bool
         made["generate"] = _generate(peer, prompts, sizes, lengths, stop=stop if is_ragged else None)
 
     # adapters are float32, so their products are as a run has them under autocast alone
-    with torch.autocast(DEVICE.type, DTYPE, enabled=adapters):
+    with autocast(DEVICE, DTYPE if adapters else torch.float32):
         native_s, generate_s = in_turns(run.rounds, native, generate)
     if set(made.values()) != {int(lengths.sum())}:
         raise RuntimeError(f"expected both to make {int(lengths.sum())} tokens, got {made}")
@@ -176,11 +176,9 @@ def _uniforms(rows: int, steps: int) -> Tensor:
 
 def _floor(run: Run, model: Any, prompts: list[list[int]], lengths: Tensor) -> float:
     products = Products.of(model, DTYPE)
-    # a token must be read once for each beginning that it stands behind
-    prompt_tokens = len({tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)})
     with torch.inference_mode():
-        return in_turns(run.rounds, lambda: products.generate(len(prompts), prompt_tokens, lengths))[0]
+        return in_turns(run.rounds, lambda: products.generate(len(prompts), distinct(prompts), lengths))[0]
 
 
 def _told(**sizes: int) -> dict[str, Any]:
-    return {"dtype": "bfloat16", **sizes, "limit": "products alone, those of adapters left out"}
+    return {"dtype": ARITHMETIC, **sizes, "limit": "products alone, those of adapters left out"}

@@ -7,6 +7,7 @@ from functools import partial
 
 from bench.speed import data, growth, learning, logprobs, makers, padding, ppo, rollouts, starts, supervised
 from bench.speed.measure import Found, Goal, Row, Run
+from bench.speed.models import ARITHMETIC
 
 GENERATE = "transformers' generate"
 PLAIN = "logits and log_softmax in PyTorch"
@@ -58,7 +59,7 @@ ROWS = (
     ),
     Row("ppo_step_bfloat16", "s", _faster(5), partial(ppo.seconds, dtype="bfloat16"), PPO),
     Row("ppo_step_float32", "s", _faster(1.5), partial(ppo.seconds, dtype="float32"), PPO),
-    Row("ppo_step_adapters", "s", _faster(5), partial(ppo.seconds, dtype="bfloat16", adapters=True), PPO),
+    Row("ppo_step_adapters", "s", _faster(5), partial(ppo.seconds, dtype=ARITHMETIC, adapters=True), PPO),
     Row("ppo_step_adapters_memory", "MB", _faster(2), ppo.megabytes, PPO),
     Row("learning_step", "s", _faster(2.5), learning.step, "transformers with peft's layers and torch's AdamW"),
     *(

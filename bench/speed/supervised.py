@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from bench.speed import data, peers
 from bench.speed.measure import Found, Run, in_turns, now
-from bench.speed.models import load
+from bench.speed.models import ARITHMETIC, DTYPE, load
 from bench.speed.products import Products, distinct
 from rlhf_core.config import RewardModelConfig, SFTConfig
 from rlhf_core.data.encoding import EncodedPair
@@ -23,7 +23,6 @@ from rlhf_core.supervised.sft import train_sft
 from rlhf_core.training.optim import Metrics, OnStep
 
 Lengths = Literal["quickstart", "hh"]
-DTYPE = torch.bfloat16
 ROWS = {"quickstart": 16, "hh": 8}
 TINY_ROWS = 2
 
@@ -85,7 +84,7 @@ def _found(train: Callable[[OnStep], None], theirs: peers.Step, limit: float, **
         began = now()
 
     train(on_step)
-    settings = {"dtype": "bfloat16 over float32", **sizes, "trl": peers.trl_version(), "limit": "products alone"}
+    settings = {"dtype": f"{ARITHMETIC} over float32", **sizes, "trl": peers.trl_version(), "limit": "products alone"}
     return Found(min(ours[1:]), min(peer[1:]), limit, settings)
 
 

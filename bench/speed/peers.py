@@ -117,7 +117,8 @@ def _trl_step(run: Run, kind: Any, config: Any, model: Any, data: Dataset) -> St
     arguments = config(
         output_dir=place.name, use_cpu=DEVICE.type == "cpu", bf16=ARITHMETIC == "bfloat16", max_steps=1,
         gradient_checkpointing=False, per_device_train_batch_size=len(data), learning_rate=LR,
-        lr_scheduler_type="constant", report_to="none", save_strategy="no", disable_tqdm=True, max_length=None, dataloader_pin_memory=False,
+        lr_scheduler_type="constant", report_to="none", save_strategy="no", disable_tqdm=True, max_length=None,
+        dataloader_pin_memory=False,
     )  # fmt: skip
     disable_progress_bars()
     with quiet():

@@ -115,7 +115,7 @@ def ours(given: Given, scratch: Path) -> dict[str, float]:
     actor, critic, initial, reward_model = our_models(given, scratch)
     trained: dict[str, Any] = {}
     for role, model in (("actor", actor), ("critic", critic)):
-        optimizer = AdamW([each for each in model.parameters() if each.requires_grad], lr=LR)
+        optimizer = AdamW([each for each in model.parameters() if each.requires_grad], lr=LR, fused=True)
         # TRL's loop does not clip
         booster = PlainBooster(precision=PRECISIONS[given.dtype], max_norm=float("inf"))
         boosted = booster.boost(model=model, optimizer=optimizer, lr_scheduler=LambdaLR(optimizer, lambda _: 1.0))

@@ -37,14 +37,21 @@ def step(run: Run) -> Found:
     batch = learner.recompute(made)
     peer = Peer(run, config)
 
+    tokens = distinct([begin + end for begin, end in parts])
+
     def floor() -> None:
-        tokens = distinct([begin + end for begin, end in parts])
         with torch.inference_mode():
             for scored in (rows * response, 0):  # the actor; the critic
                 products.learn(tokens, scored, learns_weights=False)
 
     ours, theirs, limit = in_turns(run.rounds, lambda: learner.training_step(batch), lambda: peer.step(batch), floor)
-    told = {"rows": rows, "tokens": rows * (prompt + response), "micro_batch": micro, "rank": OUR_ADAPTERS.r}
+    told = {
+        "rows": rows,
+        "tokens": rows * (prompt + response),
+        "distinct": tokens,
+        "micro_batch": micro,
+        "rank": OUR_ADAPTERS.r,
+    }
     return Found(
         ours, theirs, limit, {"dtype": ARITHMETIC, **told, "limit": "products alone, those of adapters left out"}
     )
@@ -62,7 +69,7 @@ class Peer:
             [each for module in modules for each in module.parameters() if each.requires_grad]
             for modules in ((self.actor,), (self.trunk, self.head))
         ]
-        self._optimizers = [torch.optim.AdamW(group, lr=config.lr) for group in self._groups]
+        self._optimizers = [torch.optim.AdamW(group, lr=config.lr, fused=True) for group in self._groups]
 
     def step(self, batch: Experience) -> None:
         """Take one step on both."""

@@ -52,7 +52,7 @@ class Head:
     def told(self) -> dict[str, object]:
         """Return what the row's settings say."""
         rows, tokens = self.tokens.shape
-        return {"dtype": f"{ARITHMETIC} over float32", "rows": rows, "tokens": tokens, "vocabulary": self.words}
+        return {"dtype": ARITHMETIC, "rows": rows, "tokens": tokens, "vocabulary": self.words}
 
     def _backward(self, logprobs: Tensor) -> None:
         self.hidden.grad = self.head.weight.grad = None

@@ -138,7 +138,7 @@ def in_turns(rounds: int, *calls: Callable[[], object]) -> list[float]:
 
 def seconds_of(call: Callable[[], object]) -> float:
     """Return the seconds of one call."""
-    started = time.perf_counter()
+    started = now()
     call()
     return now() - started
 

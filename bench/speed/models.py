@@ -20,7 +20,7 @@ from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.saving import quiet
 
 ARITHMETIC = "bfloat16" if DEVICE.type != "cpu" or has_fast_bfloat16() else "float32"
-"""Ours and the peers': the faster of the two here, which our runs take, too. The rows of PPO name theirs."""
+"""Ours and the peers': what our runs take on this machine; `ppo_step_bfloat16` and `ppo_step_float32` name theirs."""
 DTYPE: torch.dtype = getattr(torch, ARITHMETIC)
 OUR_ADAPTERS = LoRAConfig(r=16)
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

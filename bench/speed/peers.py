@@ -84,7 +84,7 @@ def reward_step(run: Run, pairs: Sequence[EncodedPair]) -> Step:
 
 
 def _plain_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def step() -> None:
         with autocast(DEVICE, DTYPE):

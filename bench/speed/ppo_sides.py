@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel, TrainerCallback
 
-from bench.speed.measure import DEVICE
+from bench.speed.measure import DEVICE, now
 from bench.speed.models import peft_adapters, random_ids, with_adapters, with_peft
 from rlhf_core import Callback, Critic, PlainBooster, PPOTrainer, RewardModel
 from rlhf_core.config import PPOOptions
@@ -57,13 +56,13 @@ class Clock:
 
     def begin(self) -> None:
         """Note that the first update begins."""
-        self._times = [time.perf_counter()]
+        self._times = [now()]
         if DEVICE.type == "cpu":
             Path("/proc/self/clear_refs").write_text("5")  # the system forgets the peak of loading
 
     def tick(self) -> None:
         """Note that an update has ended."""
-        self._times.append(time.perf_counter())
+        self._times.append(now())
 
     def told(self) -> dict[str, float]:
         """Return seconds of the fastest update but the first, and megabytes."""

@@ -60,7 +60,7 @@ def shared_prompt(run: Run) -> Found:
 def until_stop(run: Run) -> Found:
     """Measure rows that end where the model ends them.
 
-    Both engines draw by the same uniforms: the same tokens, but for rounding in 16 bits.
+    Both engines draw by the same uniforms: the same tokens, but for rounding.
     """
     model, tokenizer = load(run, ARITHMETIC), load_tokenizer(directory(run))
     steps, samples = (6, 1) if run.tiny else (32, 4)

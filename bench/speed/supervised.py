@@ -36,7 +36,8 @@ def sft(run: Run, lengths: Lengths) -> Found:
     else:
         parts = data.quickstart(run, count)
         rows = [MaskedTokens(prompt + answer, [False] * len(prompt) + [True] * len(answer)) for prompt, answer in parts]
-    limit = _floor(run, model, distinct([row.ids for row in rows]), sum(sum(row.loss_mask) for row in rows))
+    tokens = distinct([row.ids for row in rows])
+    limit = _floor(run, model, tokens, sum(sum(row.loss_mask) for row in rows))
     config = SFTConfig(
         epochs=run.rounds + 1, batch_size=count, micro_batch_size=count, max_length=max(len(row.ids) for row in rows)
     )
@@ -44,7 +45,9 @@ def sft(run: Run, lengths: Lengths) -> Found:
     def train(on_step: OnStep) -> None:
         train_sft(model, rows, config, seed=0, autocast_dtype=DTYPE, on_step=on_step, ranks=ALONE)
 
-    return _found(train, peers.sft_step(run, rows), limit, rows=count, tokens=sum(len(row.ids) for row in rows))
+    return _found(
+        train, peers.sft_step(run, rows), limit, rows=count, tokens=sum(len(row.ids) for row in rows), distinct=tokens
+    )
 
 
 def reward(run: Run, lengths: Lengths) -> Found:
@@ -58,7 +61,8 @@ def reward(run: Run, lengths: Lengths) -> Found:
         others = [answer for _, answer in [*parts[1:], parts[0]]]
         pairs = [EncodedPair(prompt + good, prompt + bad) for (prompt, good), bad in zip(parts, others, strict=True)]
     sides = [side for pair in pairs for side in pair[:2]]
-    limit = _floor(run, model, distinct(sides), 0)
+    tokens = distinct(sides)
+    limit = _floor(run, model, tokens, 0)
     longest = max(pair.longest for pair in pairs)
     config = RewardModelConfig(epochs=run.rounds + 1, batch_size=count, micro_batch_size=count, max_length=longest)
     scores = RewardModel(trunk_of(model))
@@ -66,7 +70,7 @@ def reward(run: Run, lengths: Lengths) -> Found:
     def train(on_step: OnStep) -> None:
         train_reward_model(scores, pairs, config, seed=0, autocast_dtype=DTYPE, on_step=on_step, ranks=ALONE)
 
-    return _found(train, peers.reward_step(run, pairs), limit, rows=count, tokens=sum(map(len, sides)))
+    return _found(train, peers.reward_step(run, pairs), limit, rows=count, tokens=sum(map(len, sides)), distinct=tokens)
 
 
 def _found(train: Callable[[OnStep], None], theirs: peers.Step, limit: float, **sizes: int) -> Found:
@@ -84,7 +88,7 @@ def _found(train: Callable[[OnStep], None], theirs: peers.Step, limit: float, **
         began = now()
 
     train(on_step)
-    settings = {"dtype": f"{ARITHMETIC} over float32", **sizes, "trl": peers.trl_version(), "limit": "products alone"}
+    settings = {"dtype": ARITHMETIC, **sizes, "trl": peers.trl_version(), "limit": "products alone"}
     return Found(min(ours[1:]), min(peer[1:]), limit, settings)
 
 

@@ -7,7 +7,9 @@ import importlib.util
 import logging
 import shutil
 import tempfile
-from contextlib import redirect_stderr
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -30,6 +32,8 @@ NUM_PARAMETERS = 134_515_008
 END_OF_TURN, PADDING = "<|im_end|>", "<|endoftext|>"
 
 log = logging.getLogger(__name__)
+_reading = threading.Lock()
+"""Two threads that replace gguf's functions at once would leave them replaced."""
 
 
 def smollm2_directory(models_dir: Path) -> Path:
@@ -84,13 +88,25 @@ def _gguf() -> Path:
     return files[0]
 
 
-def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Keep what gguf reads of a file: transformers asks for its fields three times, for names once a module.
+
+    The conversion takes 8 s instead of 18.
+    """
     import gguf  # noqa: PLC0415 - half a second, for the conversion alone
 
-    # transformers reads a file's fields three times, and its names once for each weight: 18 s instead of 8
-    once = patch.multiple(gguf, GGUFReader=cache(gguf.GGUFReader), get_tensor_name_map=cache(gguf.get_tensor_name_map))
+    with (
+        _reading,
+        patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)),
+        patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+    ):
+        yield
+
+
+def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
-        with quiet(), redirect_stderr(StringIO()), once:  # no setting switches one of the progress bars off
+        with quiet(), redirect_stderr(StringIO()), _read_once():  # no setting switches one of the progress bars off
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError) as error:

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
 import pytest
 
 from rlhf_core.models import smollm2
@@ -36,3 +37,17 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypat
     with pytest.raises(OSError, match="no space"):
         smollm2.convert_smollm2(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_read_once_and_gguf_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def reader(file: str) -> object:
+        read.append(file)
+        return object()
+
+    monkeypatch.setattr(gguf, "GGUFReader", reader)
+    with smollm2._read_once():
+        assert gguf.GGUFReader("model.gguf") is gguf.GGUFReader("model.gguf")
+    assert read == ["model.gguf"]
+    assert gguf.GGUFReader is reader

@@ -62,8 +62,8 @@ def _steps(
 
 def _step(model: Any, rows: int, response: int) -> Callable[[], object]:
     """Return a step that is ready to be taken."""
-    changes = {"lora": OUR_ADAPTERS, "train_batch_size": rows, "micro_batch_size": min(rows, ROWS)}
-    config = resolve("quickstart").ppo.model_copy(update={"dtype": ARITHMETIC, **changes})
+    sizes = {"train_batch_size": rows, "micro_batch_size": min(rows, ROWS)}
+    config = resolve("quickstart").ppo.model_copy(update={"dtype": ARITHMETIC, "lora": OUR_ADAPTERS, **sizes})
     critic = Critic.from_causal_lm(model)
     with_adapters(critic.trunk)
     learner = PPOLearner.build(with_adapters(model), critic, config, device=DEVICE)

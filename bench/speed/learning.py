@@ -36,7 +36,6 @@ def step(run: Run) -> Found:
     made = experience(rows, prompt, response, vocabulary=actor.config.vocab_size).replace(**padded._asdict())
     batch = learner.recompute(made)
     peer = Peer(run, config)
-
     tokens = distinct([begin + end for begin, end in parts])
 
     def floor() -> None:

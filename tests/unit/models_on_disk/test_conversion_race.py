@@ -1,4 +1,4 @@
-"""Two processes that convert the same model at once both get it, and leave nothing else behind."""
+"""The packaged model is converted: by two processes at once, or not at all; its file is read once."""
 
 from __future__ import annotations
 

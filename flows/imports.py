@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401 - imported for those that are forked
 
+import fastapi.encoders
 import prefect.deployments.steps
 import prefect.engine
 import prefect.flow_engine
@@ -13,8 +14,11 @@ import flows.pipeline
 import flows.ppo
 import flows.reward_model
 import flows.sft
+import infra.artifacts.s3
+import rlhf_core.data.arriving
 import rlhf_core.evaluation
 import rlhf_core.ppo.learner
 import rlhf_core.rollout.experience
+import tasks.pictures.figures
 import tasks.ppo_keeper
 import tasks.ppo_models

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.models.shape import LOGITS_BYTES, head_is_last
@@ -19,7 +18,6 @@ from rlhf_core.models.trunk import unwrapped
 
 _SLICES = 4
 """As many slices have `LOGITS_BYTES` together: with its gradient, one needs more than its logits."""
-_known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def read_logits(
@@ -37,7 +35,7 @@ def read_logits(
     """
     inner = unwrapped(model)
     position_bytes = 4 * len(tokens) * inner.config.get_text_config().vocab_size
-    if position_bytes * tokens.shape[1] <= LOGITS_BYTES or not _is_cut(inner):
+    if position_bytes * tokens.shape[1] <= LOGITS_BYTES or not head_is_last(inner.config):
         return read(forward(), tokens)
     head = inner.get_output_embeddings()
     whole, size = head.forward, max(1, LOGITS_BYTES // _SLICES // position_bytes)
@@ -62,9 +60,3 @@ def read_logits(
         else:
             head.forward = others
     return found.unbind(dim=-1)
-
-
-def _is_cut(model: Any) -> bool:
-    if model not in _known:
-        _known[model] = head_is_last(model.config)
-    return _known[model]

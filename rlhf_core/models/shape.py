@@ -46,6 +46,8 @@ _KEPT = {
     ("bfloat16", False): (30, 4, 8),
 }
 """Bytes, by arithmetic and by whether adapters are trained; float16 as bfloat16."""
+_tried: dict[tuple[type, str], bool] = {}
+"""What `head_is_last` found, by configuration."""
 
 
 class PassRows(NamedTuple):
@@ -138,8 +140,15 @@ def _width(arithmetic: str) -> int:
 def head_is_last(config: PreTrainedConfig) -> bool:
     """Return whether an architecture's logits are what its head returns, at the positions that are asked for.
 
-    A model without any data is tried on two tokens.
+    A model without any data is tried on two tokens, once for each configuration.
     """
+    key = type(config), config.to_json_string()
+    if key not in _tried:
+        _tried[key] = _try_head(config)
+    return _tried[key]
+
+
+def _try_head(config: PreTrainedConfig) -> bool:
     # seconds, which a formula should not cost
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415

@@ -8,9 +8,10 @@ from typing import Literal
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-from PIL import Image  # comes with matplotlib, which writes PNGs through it
+from PIL import Image  # comes with matplotlib
 
 # Okabe and Ito 2008: told apart by people with any of the common colour deficiencies.
 BLUE, VERMILION, GREEN, ORANGE, SKY, PURPLE = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7"
@@ -82,11 +83,11 @@ def shared_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[st
 
 def png(figure: Figure) -> bytes:
     """Return the figure as a PNG of few colours, a third of the size; the same figure gives the same bytes."""
-    drawn, packed = BytesIO(), BytesIO()
-    figure.savefig(drawn, format="png")
-    with Image.open(drawn) as image:
-        flat = image.convert("RGB").quantize(
-            _COLOURS_KEPT, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
-        )  # other methods let rare colours fall together, and a legend then lies
+    canvas, packed = FigureCanvasAgg(figure), BytesIO()
+    canvas.draw()
+    drawn = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
+    flat = drawn.convert("RGB").quantize(
+        _COLOURS_KEPT, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+    )  # other methods let rare colours fall together, and a legend then lies
     flat.save(packed, format="png", optimize=True)
     return packed.getvalue()

@@ -270,6 +270,7 @@ class Follower:
         self._prefix = prefix
         self._said: set[UUID] = set()
         self._latest: datetime | None = None
+        self._last = ""
         self._began = time.monotonic()
         self._answered = self._began
         self._started = False
@@ -309,12 +310,21 @@ class Follower:
         if state is None or not state.is_crashed():
             self._crash = None
         if state is not None and state.is_final() and not self._is_restarted(flow_run):
-            await asyncio.sleep(2 * LOOK_S)  # the last lines are sent in batches of half a second
-            await self._print_lines(since=None)
+            await self._print_last_lines(state)
             return state
         self._watch_start(state)
         await self._print_lines(since=self._latest)
         return None
+
+    async def _print_last_lines(self, state: Any) -> None:
+        """Print what is still to come: lines are sent in batches of half a second, and our flows' last one is known."""
+        until = time.monotonic() + 2 * LOOK_S
+        while True:
+            is_last_look = time.monotonic() > until
+            await self._print_lines(since=None)
+            if is_last_look or (self._last and (state.message or "").startswith(self._last)):
+                return
+            await asyncio.sleep(LOOK_S / 5)
 
     def _is_restarted(self, flow_run: Any) -> bool:
         """Whether a run that crashed is about to be started again, which is said once for each crash."""
@@ -380,6 +390,7 @@ class Follower:
                 if log.message.startswith(self._prefix):
                     at = f"{log.timestamp.astimezone():%H:%M:%S}"
                     self._screen.print(Text.assemble((at, "dim"), " ", visible(log.message)))
+                    self._last = log.message.split(maxsplit=2)[-1]  # without the mark and the stage
 
     def _raise_unless_passing(self, error: Exception) -> None:
         """Return if the error may pass, as when the server is started again; else raise one for the user."""

@@ -40,6 +40,8 @@ _bodies: _Known = {}
 _making: dict[int, threading.Lock] = {}
 _answered: set[tuple[str, str]] = set()
 """Servers and buckets that this process has had an answer from: it waits for them from then on."""
+_conditional: set[tuple[S3Options, str, str]] = set()
+"""Where this process has seen all conditions kept: a server, a bucket, a prefix; they are tried once."""
 
 
 class S3Backend:
@@ -70,6 +72,8 @@ class S3Backend:
         _answered.add(place)
         if date := answer["ResponseMetadata"]["HTTPHeaders"].get("date"):
             check_clock(parsedate_to_datetime(date), f"the S3 server {self._retrier.server}")
+        if (self._options, self._bucket, self._prefix) in _conditional:
+            return
         try:
             enforced = enforced_conditions(self)
         except RefusedError as error:
@@ -83,6 +87,8 @@ class S3Backend:
                 "promise that only one process at a time writes to it (RLHF_STORE_SINGLE_WRITER=true)"
             )
         self._enforced = enforced
+        if enforced == BOTH:
+            _conditional.add((self._options, self._bucket, self._prefix))
 
     def read(self, key: str) -> Stored | None:
         """Return a small object, or None if there is none."""

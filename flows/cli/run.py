@@ -34,6 +34,7 @@ AWAY_LIMIT_S = 180.0
 CRASH_LIMIT_S = 45.0
 """A run that the server starts again is `Restarting` within this time: a busy server takes half a minute."""
 RESTART_LIMIT_S = 120.0
+_LAST_LOOKS = 10
 _PAGE = 200
 _LATE_S = 30.0
 """A line reaches the server up to so much later than its time says; the last look takes later ones too."""
@@ -318,13 +319,11 @@ class Follower:
 
     async def _print_last_lines(self, state: Any) -> None:
         """Print what is still to come: lines are sent in batches of half a second, and our flows' last one is known."""
-        until = time.monotonic() + 2 * LOOK_S
-        while True:
-            is_last_look = time.monotonic() > until
+        for _ in range(_LAST_LOOKS):
+            await asyncio.sleep(2 * LOOK_S / _LAST_LOOKS)
             await self._print_lines(since=None)
-            if is_last_look or (self._last and (state.message or "").startswith(self._last)):
+            if self._last and (state.message or "").startswith(self._last):
                 return
-            await asyncio.sleep(LOOK_S / 5)
 
     def _is_restarted(self, flow_run: Any) -> bool:
         """Whether a run that crashed is about to be started again, which is said once for each crash."""

@@ -28,7 +28,7 @@ from rlhf_core.ppo.ptx import PtxSource
 from rlhf_core.ppo.step import StepContext, first_logprobs, step_all
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.training.boosted import awake, exact, pass_cost, ranks_of, strategy_booster
-from rlhf_core.training.micro_batches import AS_TREE, PassCost
+from rlhf_core.training.micro_batches import AS_TREE, FEW_PASSES, IN_SHORT_PASSES, PassCost
 from rlhf_core.training.modes import checkpoint_activations
 from rlhf_core.training.optim import Trained, make_trained, warmup_then_constant
 from rlhf_core.training.padding import PaddedBatch
@@ -137,9 +137,11 @@ class PPOLearner:
             max_new_tokens = config.max_new_tokens
         self._longest = max_new_tokens
         costs = [pass_cost(each.booster, each.model, self.device) for each in self._roles.values()]
-        self._cost = PassCost(max(cost.tokens for cost in costs), all(cost.is_tree for cost in costs))
-        self._in_order = False
-        """Whether micro-batches are cut in the order of their rows, each computed by itself, as before release 0.3."""
+        self._cost = PassCost(
+            max(cost.tokens for cost in costs), all(cost.is_tree for cost in costs), max(cost.most for cost in costs)
+        )
+        self._rows: str | None = IN_SHORT_PASSES
+        """How micro-batches are cut; None: in the order of their rows, each computed by itself, as before 0.3."""
         for trained in self._roles.values():
             trained.model.eval()
             if config.gradient_checkpointing:
@@ -287,7 +289,7 @@ class PPOLearner:
         form = None if lora is None else IN_TURN if lora.dropout else JOINED
         return {
             "steps": self.steps, "value_line": line, "adapters": form, "kernels": used_on(self.device),
-            "rows": None if self._in_order else AS_TREE,
+            "rows": self._rows,
         }  # fmt: skip
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
@@ -320,7 +322,7 @@ class PPOLearner:
         except (LookupError, TypeError, ValueError) as error:
             raise ModelError("the stored training state is incomplete: it lacks the learner's own facts") from error
         self.steps, self._line = steps, value_line
-        self._in_order = facts.get("rows") != AS_TREE  # as a run goes on that an earlier release began
+        self._rows = facts.get("rows")  # as a run goes on that an earlier release began
 
     def merged_weights(
         self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
@@ -347,10 +349,12 @@ class PPOLearner:
 
     @property
     def _cost_as_begun(self) -> PassCost | None:
-        return None if self._in_order else self._cost
+        if self._rows is None:
+            return None
+        return self._cost._replace(most=FEW_PASSES) if self._rows == AS_TREE else self._cost
 
     def _as_begun(self) -> AbstractContextManager[None]:
-        return each_by_itself() if self._in_order else nullcontext()
+        return each_by_itself() if self._rows is None else nullcontext()
 
     def _context(self) -> StepContext:
         return StepContext(

@@ -26,7 +26,7 @@ from rlhf_core.supervised.step import PairLoss, PairObjective, boosted_for_stage
 from rlhf_core.supervised.trainer import SupervisedTrainer
 from rlhf_core.training.boosted import pass_cost, ranks_of
 from rlhf_core.training.checkpoint import write_json
-from rlhf_core.training.micro_batches import FEW_PASSES, of_like_length
+from rlhf_core.training.micro_batches import FEW_PASSES, PassCost, of_like_length
 from rlhf_core.training.optim import Metrics, OnStep, Trained
 
 logger = logging.getLogger(__name__)
@@ -134,16 +134,18 @@ def train_reward_model(
         reward_model, booster, config, samples=len(kept), ranks=ranks, other_lrs={"head.": config.head_lr}
     )
 
+    cost = pass_cost(trained.booster, trained.model, device)
+
     def micros(places: Iterable[int]) -> list[PairBatch]:
         mine = [kept[place] for place in places]
-        cut = of_like_length([pair.longest for pair in mine], config.micro_batch_size, FEW_PASSES)
+        few = PassCost(FEW_PASSES, most=cost.most)
+        cut = of_like_length([2 * pair.longest for pair in mine], config.micro_batch_size, few)
         return [pair_batch([mine[place] for place in each]) for each in cut]
 
-    cost = pass_cost(trained.booster, trained.model, device)
-    pass_tokens = FEW_PASSES if cost.is_tree else cost.tokens  # for the prompt that both responses of a pair follow
+    own_cost = PassCost(FEW_PASSES) if cost.is_tree else cost  # for the prompt that both responses of a pair follow
     history = train_epochs(
         trained,
-        PairObjective(device, autocast_dtype, loss=config.loss, centring=config.centring, pass_tokens=pass_tokens),
+        PairObjective(device, autocast_dtype, loss=config.loss, centring=config.centring, cost=own_cost),
         config,
         samples=len(kept),
         micros=micros,

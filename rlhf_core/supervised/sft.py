@@ -178,7 +178,8 @@ def _mean(sums: Tensor, ranks: Ranks) -> TokenLoss:
 
 def _micros(rows: Sequence[MaskedTokens], config: SFTConfig, cost: PassCost) -> list[TokenBatch]:
     if config.packing:
-        return packed_batches(rows, capacity=config.max_length, size=config.micro_batch_size)
+        size = min(config.micro_batch_size, max(1, cost.most // config.max_length))
+        return packed_batches(rows, capacity=config.max_length, size=size)
     together = cut([row.ids for row in rows], config.micro_batch_size, cost)
     return [token_batch([rows[place] for place in places]) for places in together]
 

@@ -29,7 +29,7 @@ from rlhf_core.strategy.booster import OwnBooster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised.batches import PairBatch, TokenBatch
 from rlhf_core.training.boosted import held_back, passes, strategy_booster
-from rlhf_core.training.micro_batches import FEW_PASSES, of_like_length
+from rlhf_core.training.micro_batches import FEW_PASSES, PassCost, of_like_length
 from rlhf_core.training.modes import training_mode, undisturbed
 from rlhf_core.training.optim import Metrics, OnStep, Trained, make_trained, take_step, warmup_then_decay
 
@@ -349,7 +349,7 @@ class PairObjective:
         loss: `log_sigmoid` or `log_exp`; or a function that returns the mean loss of chosen and rejected scores, from
             whose first argument margins are subtracted.
         centring: weight of the squared sum of a pair's scores; nothing for a function.
-        pass_tokens: as for `of_like_length`.
+        cost: of the passes that a micro-batch is read in.
     """
 
     what = "reward model"
@@ -363,13 +363,13 @@ class PairObjective:
         *,
         loss: Literal["log_sigmoid", "log_exp"] | PairLoss = "log_sigmoid",
         centring: float = 0.0,
-        pass_tokens: int = FEW_PASSES,
+        cost: PassCost = PassCost(FEW_PASSES),  # noqa: B008 - nothing changes it
     ) -> None:
         self.device = device
         self.autocast_dtype = autocast_dtype
         self._loss = loss
         self._centring = centring
-        self._pass_tokens = pass_tokens
+        self._cost = cost
 
     def count(self, micro: PairBatch) -> int:
         """Return the number of pairs."""
@@ -380,7 +380,7 @@ class PairObjective:
         width = micro.attention_mask.shape[1]
         used = (width - micro.attention_mask.long().flip(1).argmax(dim=1)).tolist()  # columns up to a row's last token
         found, order = [], []
-        for places in of_like_length(used, len(used), self._pass_tokens):
+        for places in of_like_length(used, len(used), self._cost):
             rows = [tensor[places, : used[places[-1]]].to(self.device) for tensor in micro[:2]]
             with autocast(self.device, self.autocast_dtype):
                 found.append(model(*rows).flatten().float())

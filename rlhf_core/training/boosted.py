@@ -157,8 +157,9 @@ def pass_cost(booster: Booster, model: Any, device: torch.device) -> PassCost:
     Few passes are wanted where they wait for all ranks, and of another's booster, which may not accumulate gradients.
     """
     ours, cost = own(booster), cost_on(device, model)
-    few = ours is None or ours.equal_passes
-    return PassCost(FEW_PASSES if few else cost.tokens, is_tree=cost.is_tree and can_branch(model))
+    if ours is None or ours.equal_passes:
+        cost = PassCost(FEW_PASSES, cost.is_tree)
+    return cost._replace(is_tree=cost.is_tree and can_branch(model))
 
 
 def rounds(booster: Booster, items: Iterable[T], ranks: Ranks, *, what: str) -> Iterator[T | None]:

@@ -6,7 +6,7 @@ Losses are sums over rows, and what is read of a row does not depend on its comp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,14 @@ from rlhf_core.training.padding import TokenIds
 
 PASS_TOKENS = 64
 """What a pass through a model costs on a CPU beside its tokens, in tokens."""
-AS_TREE = "of like length, as a tree"
+MOST_TOKENS = 2048
+"""Of a pass of several rows on a CPU: a token of 4,096 costs a fifth more, since memory for them is new each time."""
+IN_SHORT_PASSES = "of like length, as a tree, in short passes"
 """How rows are cut and computed, in a training state."""
+AS_TREE = "of like length, as a tree"
+"""As it was in release 0.3, in passes of any number of tokens."""
 FEW_PASSES = 1 << 40
-"""In the place of `PASS_TOKENS`: not one pass more than has to be."""
+"""In the place of `PASS_TOKENS`: not one pass more than has to be. In that of `MOST_TOKENS`: any number."""
 _ATTENTION_DIVISOR = 4000
 """Attention costs a row of n tokens as much as n^2 over this tokens, in a model 600 wide; in wider ones less."""
 
@@ -32,11 +36,13 @@ class PassCost(NamedTuple):
     """Of one beside its tokens, in tokens."""
     is_tree: bool = False
     """Whether what rows begin with in common costs once, and padding nothing (`models/token_tree.py`)."""
+    most: int = FEW_PASSES
+    """Tokens of one that has several rows."""
 
 
 def cost_on(device: torch.device, model: Any) -> PassCost:
     """Return what passes cost on a device: a GPU would wait for the next one for longer than padding takes it."""
-    return PassCost(PASS_TOKENS, has_form(model)) if device.type == "cpu" else PassCost(FEW_PASSES)
+    return PassCost(PASS_TOKENS, has_form(model), MOST_TOKENS) if device.type == "cpu" else PassCost(FEW_PASSES)
 
 
 def cut(rows: Sequence[TokenIds], most: int, cost: PassCost) -> list[list[int]]:
@@ -47,12 +53,13 @@ def cut(rows: Sequence[TokenIds], most: int, cost: PassCost) -> list[list[int]]:
         most: rows of a pass, at most.
         cost: of passes.
     """
-    by_length = of_like_length([len(row) for row in rows], most, cost.tokens)
+    by_length = of_like_length([len(row) for row in rows], most, cost)
     if not cost.is_tree:
         return by_length
     order = sorted(range(len(rows)), key=lambda place: list(rows[place]))
     common = [0, *(common_length(rows[one], rows[other]) for one, other in pairwise(order))]
-    by_beginning = _cheapest(order, most, lambda start, _: common[start] + cost.tokens)
+    own = [0, *accumulate(len(rows[place]) - shared for place, shared in zip(order, common, strict=False))]
+    by_beginning = _cheapest(order, most, lambda start, end: common[start] + own[end] - own[start], cost)
 
     def cost_of(passes: list[list[int]]) -> float:
         return sum(cost.tokens + _tree_tokens([rows[place] for place in places]) for places in passes)
@@ -60,7 +67,7 @@ def cut(rows: Sequence[TokenIds], most: int, cost: PassCost) -> list[list[int]]:
     return min(by_length, by_beginning, key=cost_of)
 
 
-def of_like_length(lengths: Sequence[int], most: int, pass_tokens: int) -> list[list[int]]:
+def of_like_length(lengths: Sequence[int], most: int, cost: PassCost) -> list[list[int]]:
     """Return the places of rows that go through a model together, padded to the longest of them; the longest first.
 
     Rows are sorted by length, those of one length in their order. Of all cuts this one has the least cost.
@@ -68,27 +75,33 @@ def of_like_length(lengths: Sequence[int], most: int, pass_tokens: int) -> list[
     Args:
         lengths: tokens of each row.
         most: rows of a pass, at most.
-        pass_tokens: cost of a pass beside that of its tokens, padding included.
+        cost: of passes, whose padding costs, too.
 
     Example:
-        >>> of_like_length([9, 2, 9, 3], 4, pass_tokens=8)
+        >>> of_like_length([9, 2, 9, 3], 4, PassCost(8))
         [[0, 2], [1, 3]]
     """
     order = sorted(range(len(lengths)), key=lambda place: lengths[place])
-    return _cheapest(order, most, lambda start, end: (end - start) * lengths[order[end - 1]] + pass_tokens)
+    return _cheapest(order, most, lambda start, end: (end - start) * lengths[order[end - 1]], cost)
 
 
-def _cheapest(order: list[int], most: int, price: Callable[[int, int], int]) -> list[list[int]]:
-    """Return neighbours together, the last first, so that the sum of prices is least.
+def _cheapest(order: list[int], most: int, tokens: Callable[[int, int], int], cost: PassCost) -> list[list[int]]:
+    """Return neighbours together, the last first, so that the sum of costs is least.
 
     Args:
         order: what is cut.
-        most: of one part.
-        price: of those from a place in the order up to another.
+        most: rows of one part.
+        tokens: of the rows from a place in the order up to another, as they are computed.
+        cost: of a part.
     """
     least: list[tuple[int, int]] = [(0, 0)]  # of the first ones: what they cost, and where the last cut is
     for end in range(1, len(order) + 1):
-        least.append(min((least[start][0] + price(start, end), start) for start in range(max(0, end - most), end)))
+        possible = [
+            (least[start][0] + own + cost.tokens, start)
+            for start in range(max(0, end - most), end)
+            if (own := tokens(start, end)) <= cost.most or start == end - 1
+        ]
+        least.append(min(possible))
     found: list[list[int]] = []
     end = len(order)
     while end:

@@ -16,7 +16,7 @@ from rlhf_core.models.lora import attach_lora, trainable_state
 from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.training import micro_batches
-from rlhf_core.training.micro_batches import PASS_TOKENS
+from rlhf_core.training.micro_batches import AS_TREE, IN_SHORT_PASSES, MOST_TOKENS, PASS_TOKENS
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama
@@ -130,13 +130,14 @@ def test_recomputed_logprobs_are_those_of_rows_without_padding(temperature: floa
     assert torch.equal(found[~tiny_experience().action_mask], torch.zeros(8 * 4 - TOKENS))
 
 
-@pytest.mark.parametrize(("size", "pass_tokens"), [(1, PASS_TOKENS), (3, PASS_TOKENS), (8, 0)])
+@pytest.mark.parametrize(("size", "pass_tokens", "most"), [(1, 64, 2048), (3, 64, 2048), (8, 0, 2048), (8, 64, 16)])
 def test_one_micro_batch_of_eight_gives_the_step_of_several(
-    size: int, pass_tokens: int, monkeypatch: pytest.MonkeyPatch
+    size: int, pass_tokens: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
-    for each, cost in ((8, PASS_TOKENS), (size, pass_tokens)):
+    for each, cost, tokens in ((8, PASS_TOKENS, MOST_TOKENS), (size, pass_tokens, most)):
         monkeypatch.setattr(micro_batches, "PASS_TOKENS", cost)
+        monkeypatch.setattr(micro_batches, "MOST_TOKENS", tokens)
         ours = learner(micro_batch_size=each)
         stats = ours.training_step(ours.recompute(tiny_experience()))
         results.append((stats, ours))
@@ -287,11 +288,12 @@ def test_the_state_tells_how_adapters_are_computed(lora: LoRAConfig | None, form
 
 @pytest.mark.parametrize(
     ("rows", "widths"),
-    [(None, [7, 7, 7]), ("of like length, as a tree", [4, 4, 18])],
+    [(None, [7, 7, 7]), (AS_TREE, [4, 4, 18]), (IN_SHORT_PASSES, [4, 13, 13])],
 )
 def test_a_run_that_an_earlier_release_began_goes_on_with_rows_as_that_cut_them(
-    rows: str | None, widths: list[int]
+    rows: str | None, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(micro_batches, "MOST_TOKENS", 16)
     ours = learner(micro_batch_size=3)
     ours.load_facts({"steps": 0, "value_line": None, "rows": rows})
     seen: list[int] = []

@@ -16,7 +16,6 @@ from rlhf_core.supervised import measures
 from rlhf_core.supervised.measures import measure_pairs, score_sequences, standardise_scores
 from rlhf_core.supervised.reward_model import train_reward_model
 from rlhf_core.training import micro_batches
-from rlhf_core.training.micro_batches import PASS_TOKENS
 from tests.tiny_llama import tiny_llama
 
 FP32 = torch.float32
@@ -82,12 +81,13 @@ def test_a_preference_is_learnt_and_holds_on_pairs_not_seen() -> None:
 def test_micro_batches_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     some = [EncodedPair((*pair.chosen, *[9] * number), pair.rejected) for number, pair in enumerate(pairs(8, seed=1))]
     norms = []
-    for size, pass_tokens in ((1, PASS_TOKENS), (3, PASS_TOKENS), (8, PASS_TOKENS), (8, 0)):
+    for size, pass_tokens, most in ((1, 64, 2048), (3, 64, 2048), (8, 64, 2048), (8, 0, 2048), (8, 64, 30)):
         monkeypatch.setattr(micro_batches, "PASS_TOKENS", pass_tokens)
+        monkeypatch.setattr(micro_batches, "MOST_TOKENS", most)
         config = CONFIG.model_copy(update={"micro_batch_size": size, "epochs": 1})
         norms.append(train_reward_model(reward_model(), some, config, seed=0, autocast_dtype=FP32).history[0])
     for name, rel in (("grad_norm", 1e-4), ("loss", 1e-5), ("accuracy", 1e-5)):
-        assert [step[name] for step in norms] == pytest.approx([norms[0][name]] * 4, rel=rel)
+        assert [step[name] for step in norms] == pytest.approx([norms[0][name]] * 5, rel=rel)
 
 
 def test_long_pairs_are_dropped_and_counted() -> None:

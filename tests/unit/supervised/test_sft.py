@@ -10,7 +10,6 @@ from rlhf_core.data.conversation import encode_conversation
 from rlhf_core.errors import DataError, TrainingError
 from rlhf_core.supervised.sft import train_sft
 from rlhf_core.training import micro_batches
-from rlhf_core.training.micro_batches import PASS_TOKENS
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 EXAMPLES = [
@@ -46,8 +45,9 @@ def test_the_first_loss_is_the_mean_over_response_tokens_alone() -> None:
 
 def test_micro_batches_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
-    for size, pass_tokens in ((1, PASS_TOKENS), (4, PASS_TOKENS), (4, 0)):
+    for size, pass_tokens, most in ((1, 64, 2048), (4, 64, 2048), (4, 0, 2048), (4, 64, 10)):
         monkeypatch.setattr(micro_batches, "PASS_TOKENS", pass_tokens)
+        monkeypatch.setattr(micro_batches, "MOST_TOKENS", most)
         model, history = train(CONFIG.model_copy(update={"micro_batch_size": size}))
         weights.append((model.model.layers[0].mlp.up_proj.weight, history[0]["grad_norm"]))
     for other in weights[1:]:

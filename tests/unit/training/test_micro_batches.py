@@ -12,7 +12,16 @@ from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.token_tree import can_branch, has_form
-from rlhf_core.training.micro_batches import FEW_PASSES, PASS_TOKENS, PassCost, cost_on, cut, of_like_length, pieces
+from rlhf_core.training.micro_batches import (
+    FEW_PASSES,
+    MOST_TOKENS,
+    PASS_TOKENS,
+    PassCost,
+    cost_on,
+    cut,
+    of_like_length,
+    pieces,
+)
 from tests.tiny_llama import tiny_llama
 from tests.unit.models.architectures import tiny_causal_lm
 from tests.unit.ppo.experience import PROMPTS, RESPONSES, tiny_experience
@@ -27,7 +36,7 @@ def cost(passes: list[list[int]], pass_tokens: int) -> int:
 @pytest.mark.parametrize("most", [2, 3, 7])
 @pytest.mark.parametrize("pass_tokens", [0, 5, 20, FEW_PASSES])
 def test_no_other_cut_of_the_sorted_rows_costs_less(most: int, pass_tokens: int) -> None:
-    found = of_like_length(LENGTHS, most, pass_tokens)[::-1]  # the longest come first
+    found = of_like_length(LENGTHS, most, PassCost(pass_tokens))[::-1]  # the longest come first
     order = [place for places in found for place in places]
     assert order == [3, 0, 2, 5, 1, 6, 4]
     assert all(len(places) <= most for places in found)
@@ -43,9 +52,12 @@ def test_no_other_cut_of_the_sorted_rows_costs_less(most: int, pass_tokens: int)
 
 
 def test_rows_of_one_length_stay_in_their_order_and_no_rows_need_no_pass() -> None:
-    assert sorted(of_like_length([5] * 7, 3, PASS_TOKENS)) in ([[0, 1, 2], [3, 4, 5], [6]], [[0], [1, 2, 3], [4, 5, 6]])
-    assert of_like_length([5] * 7, 8, PASS_TOKENS) == [[0, 1, 2, 3, 4, 5, 6]]
-    assert of_like_length([], 3, PASS_TOKENS) == []
+    assert sorted(of_like_length([5] * 7, 3, PassCost(PASS_TOKENS))) in (
+        [[0, 1, 2], [3, 4, 5], [6]],
+        [[0], [1, 2, 3], [4, 5, 6]],
+    )
+    assert of_like_length([5] * 7, 8, PassCost(PASS_TOKENS)) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert of_like_length([], 3, PassCost(PASS_TOKENS)) == []
 
 
 def test_rows_of_one_prompt_go_together_where_what_they_have_in_common_costs_once() -> None:
@@ -58,6 +70,13 @@ def test_rows_of_one_prompt_go_together_where_what_they_have_in_common_costs_onc
     assert cut([], 4, PassCost(PASS_TOKENS, is_tree=True)) == []
 
 
+def test_a_pass_of_several_rows_has_no_more_tokens_than_it_may() -> None:
+    assert of_like_length([30, 7, 9, 50, 8], 5, PassCost(FEW_PASSES, most=40)) == [[3], [0], [1, 4, 2]]
+    rows = [[*range(1, 21), n] for n in range(1, 9)]  # eight samples of a prompt of 20 tokens, in a pass of 24 distinct
+    assert sorted(cut(rows, 8, PassCost(PASS_TOKENS, is_tree=True, most=24))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(cut(rows, 8, PassCost(PASS_TOKENS, most=24))) == 8
+
+
 def test_adapters_that_drop_are_scored_as_what_they_are_over_and_learnt_otherwise() -> None:
     plain, adapted = tiny_llama(), tiny_llama()
     attach_lora(adapted, LoRAConfig(r=2, dropout=0.1), seed=0)
@@ -68,8 +87,8 @@ def test_adapters_that_drop_are_scored_as_what_they_are_over_and_learnt_otherwis
 
 
 def test_passes_are_few_on_a_gpu() -> None:
-    assert cost_on(torch.device("cpu"), tiny_llama()) == PassCost(PASS_TOKENS, is_tree=True)
-    assert cost_on(torch.device("cpu"), tiny_causal_lm("gpt2")) == PassCost(PASS_TOKENS)
+    assert cost_on(torch.device("cpu"), tiny_llama()) == PassCost(PASS_TOKENS, is_tree=True, most=MOST_TOKENS)
+    assert cost_on(torch.device("cpu"), tiny_causal_lm("gpt2")) == PassCost(PASS_TOKENS, most=MOST_TOKENS)
     assert cost_on(torch.device("cuda"), tiny_llama()) == PassCost(FEW_PASSES)
 
 

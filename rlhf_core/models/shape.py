@@ -23,6 +23,7 @@ a, b and c were counted: they are what PyTorch keeps of a layer of Llama's (test
 from __future__ import annotations
 
 import copy
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 LOGITS_BYTES = 1 << 30
 """Of all logits at once, if they were float32: more are computed in several passes, or a slice at a time."""
+MOST_TOKENS = 2048
+"""Of a pass of several rows on a CPU: a token of 4,096 costs a fifth more, since memory for them is new each time."""
 SHORT_ROW = 128
 """Tokens of a row whose scores are written out, where they are computed in 16 bits on a CPU."""
 BLOCK, SPARE_TOKENS = 128, 256
@@ -58,11 +61,18 @@ class PassRows(NamedTuple):
     """Tokens of each."""
     response: int
     """Tokens after them, which are learnt."""
+    most: int = sys.maxsize
+    """Tokens of all together: where there would be more, rows go through it in turn."""
 
     @property
     def tokens(self) -> int:
         """Return how many there are."""
-        return self.number * (self.prompt + self.response)
+        return min(self.number * (self.prompt + self.response), self.most)
+
+    @property
+    def learnt(self) -> int:
+        """Return how many of them are learnt, as shorter prompts leave room for more rows."""
+        return min(self.number * self.response, self.tokens)
 
 
 class Shape(NamedTuple):
@@ -98,7 +108,7 @@ class Shape(NamedTuple):
         """
         layer = self._layer_bytes(rows, arithmetic, adapters=adapters)
         kept = rows.tokens * self.layers * 4 * self.hidden + layer if checkpointing else self.layers * layer
-        logits = 4 * rows.number * rows.response * self.vocabulary if head else 0
+        logits = 4 * rows.learnt * self.vocabulary if head else 0
         return kept + _width(arithmetic) // 2 * (min(logits, LOGITS_BYTES) if self.head_is_cut else logits)
 
     def sampling_bytes(self, rows: PassRows, arithmetic: str, *, rank: int, keeps_cache: bool = False) -> int:
@@ -125,7 +135,7 @@ class Shape(NamedTuple):
         if arithmetic == "float32":
             return rows.tokens * token
         short = min(rows.prompt + rows.response, SHORT_ROW)  # others of the data's rows may be, where these are not
-        return max(rows.tokens * token, rows.number * short * (token + _SCORE * self.heads * short))
+        return max(rows.tokens * token, min(rows.number * short, rows.tokens) * (token + _SCORE * self.heads * short))
 
 
 def in_blocks(tokens: int) -> int:

@@ -32,10 +32,12 @@ from rlhf_core.models.memory import (
     required_memory,
     stage_memory,
 )
-from rlhf_core.models.shape import PassRows, Shape
+from rlhf_core.models.shape import MOST_TOKENS, PassRows, Shape
 
 Stage = Literal["sft", "reward_model", "ppo"]
 TOLERANCE = 0.2
+_SHORT_PASSES = frozenset({"plain", "ddp", "3d"})
+"""Strategies under which a rank makes as many passes as it likes (`training/micro_batches.py`)."""
 _SNAPSHOT = 12
 """Bytes of a trained weight and its two moments."""
 _PROGRAM = 400 * 10**6
@@ -84,13 +86,14 @@ def working_memory(
         return _of_ppo(config, size, shape, row, gpus=gpus)
     settings = config.sft if stage == "sft" else config.reward_model
     response = row.response or config.reward_model.max_new_tokens
-    number = min(settings.micro_batch_size, settings.batch_size) * (1 if stage == "sft" else 2)
+    alone = 1 if stage == "sft" else 2
+    number = min(settings.micro_batch_size, settings.batch_size) * alone
     rows = PassRows(number, row.prompt, response)
     if stage == "sft" and config.sft.packing:  # a batch's demonstrations, put together
         length = config.sft.max_length
         number = min(config.sft.micro_batch_size, -(-config.sft.batch_size * (row.prompt + response) // length))
         rows = PassRows(number, 0, length)
-    learning = _learning(settings, size, shape, rows, has_head=stage == "sft")
+    learning = _learning(settings, size, shape, rows, has_head=stage == "sft", gpus=gpus, alone=alone)
     need, count, cuda = stage_memory(settings, size, on_gpus=gpus > 0), settings.num_trainers, _CUDA if gpus else 0
     return WorkingMemory(
         held=need.shared + count * (need.trainer + cuda),
@@ -108,7 +111,7 @@ def _of_ppo(config: PipelineConfig, size: ModelSize, shape: Shape, row: LongestR
     need = need.on_gpus(gpus) if gpus else need
     prompt, batch = min(row.prompt, ppo.max_prompt_tokens), min(ppo.micro_batch_size, ppo.train_batch_size)
     learnt, drawn = (PassRows(number, prompt, ppo.max_new_tokens) for number in (batch, ppo.chunk_size))
-    learning = _learning(ppo, size, shape, learnt, has_head=True)
+    learning = _learning(ppo, size, shape, learnt, has_head=True, gpus=gpus)
     sets = (ppo.lora if ppo.sends_adapters else None, config.sft.lora if ppo.shares_base else None)
     rank = sum(lora.r for lora in sets if lora is not None)
     sampling = shape.sampling_bytes(drawn, ppo.rollout_dtype, rank=rank, keeps_cache=ppo.engine == "vllm")
@@ -125,7 +128,11 @@ def _of_ppo(config: PipelineConfig, size: ModelSize, shape: Shape, row: LongestR
     )
 
 
-def _learning(settings: Any, size: ModelSize, shape: Shape, rows: PassRows, *, has_head: bool) -> int:
+def _learning(
+    settings: Any, size: ModelSize, shape: Shape, rows: PassRows, *, has_head: bool, gpus: int, alone: int = 1
+) -> int:
+    if not gpus and settings.strategy in _SHORT_PASSES:
+        rows = rows._replace(most=max(MOST_TOKENS, alone * (rows.prompt + rows.response)))
     cast = 0 if settings.dtype == "float32" or settings.shares_base else 2 * size.num_parameters
     return cast + shape.learning_bytes(
         rows, settings.dtype, adapters=settings.lora is not None, checkpointing=settings.gradient_checkpointing,

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_core.models.shape import MOST_TOKENS
 from rlhf_core.models.token_tree import common_length, has_form
 from rlhf_core.training.padding import TokenIds
 
 PASS_TOKENS = 64
 """What a pass through a model costs on a CPU beside its tokens, in tokens."""
-MOST_TOKENS = 2048
-"""Of a pass of several rows on a CPU: a token of 4,096 costs a fifth more, since memory for them is new each time."""
 IN_SHORT_PASSES = "of like length, as a tree, in short passes"
 """How rows are cut and computed, in a training state."""
 AS_TREE = "of like length, as a tree"

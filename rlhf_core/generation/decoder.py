@@ -6,12 +6,16 @@ products, and what lies between them is one pass over memory each: a kernel's wh
 
 Keys are kept with the tokens last, so that a query's products with them run along memory. Prompts go through
 transformers' own layers, and what these kept is taken over.
+
+On CUDA a token's hundreds of kernels are recorded as a graph, once for each number of rows, and launched as one: of a
+small model they take longer to launch than to run. A graph has fixed shapes, so attention goes over all that may come.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +30,14 @@ from rlhf_core.models.adapted_linear import AdaptedLinear
 from rlhf_core.models.base import is_widened, wide_product
 from rlhf_core.models.trunk import unwrapped
 
+logger = logging.getLogger(__name__)
+
 _FORMS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 _SILU = type(ACT2FN["silu"])
+FIXED_ANGLES = ("default", "linear", "llama3")
+"""Kinds of rotary angles that do not depend on how long a pass is."""
+WORTH_A_GRAPH = 16
+"""Tokens to come: to record one costs about two of them."""
 
 
 def can_decode(model: Any) -> bool:
@@ -78,6 +88,8 @@ class Decoder:
         one = prompts.layers[0].keys
         dtype = _arithmetic(inner, one)
         self._model, self._firsts = inner.model, padding
+        self._is_recorded = _can_record(padding) and inner.model.rotary_emb.rope_type in FIXED_ANGLES
+        self._graph: _Graph | None = None
         self._layers = [_Layer.of(layer, dtype) for layer in inner.model.layers]
         self._norm, self._head = _Norm.of(inner.model.norm, dtype), _Product([inner.lm_head], dtype)
         self.length = one.shape[2]
@@ -94,21 +106,69 @@ class Decoder:
 
     def keep(self, rows: Int[Tensor, " N"]) -> None:
         """Keep these rows, each as often as it is named."""
-        self._firsts = self._firsts[rows]
+        self._firsts, self._graph = self._firsts[rows], None
         for number, (keys, values) in enumerate(self._kept):  # one at a time: all of them twice may not fit
             self._kept[number] = keys.index_select(0, rows), values.index_select(0, rows)
 
     def next_logits(self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
         """Take in a token of each row, and return the scores of the next."""
+        at, most = self.length, self._kept[0][0].shape[3]
+        self.length += 1
         with torch.autocast(tokens.device.type, enabled=False):
-            x = self._model.embed_tokens(tokens).to(self._norm.weight.dtype)
-            cosines, sines = (each[:, 0].contiguous() for each in self._model.rotary_emb(x, positions[:, None]))
-            added = None
-            for layer, kept in zip(self._layers, self._kept, strict=True):
-                attended = layer.attend(layer.before(x, added), cosines, sines, kept, self._firsts, self.length)
-                added = layer.down(_gate(layer.gate_up(layer.after(x, layer.out(attended)))))
-            self.length += 1
-            return self._head(self._norm(x, added))
+            if self._graph is None and self._is_recorded and most - at >= WORTH_A_GRAPH:
+                self._record(tokens, positions, at)
+            if self._graph is None:
+                return self._step(tokens, positions, at)
+            return self._graph(tokens, positions, at)
+
+    def _record(self, tokens: Tensor, positions: Tensor, at: int) -> None:
+        try:
+            self._graph = _Graph(self._step, tokens, positions, torch.tensor([at], device=tokens.device))
+        except RuntimeError as error:
+            logger.warning("tokens come more slowly: a step could not be recorded as a CUDA graph (%s)", error)
+            self._is_recorded = False
+
+    def _step(self, tokens: Tensor, positions: Tensor, at: int | Tensor) -> Tensor:
+        x = self._model.embed_tokens(tokens).to(self._norm.weight.dtype)
+        cosines, sines = (each[:, 0].contiguous() for each in self._model.rotary_emb(x, positions[:, None]))
+        added = None
+        for layer, kept in zip(self._layers, self._kept, strict=True):
+            attended = layer.attend(layer.before(x, added), cosines, sines, kept, self._firsts, at)
+            added = layer.down(_gate(layer.gate_up(layer.after(x, layer.out(attended)))))
+        return self._head(self._norm(x, added))
+
+
+def _can_record(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+class _Graph:
+    """A step's kernels, recorded: they read and write the same memory each time.
+
+    Args:
+        step: what is recorded; it must not wait for the GPU.
+        inputs: of it, which are copied; what a step keeps at a place may be written twice.
+    """
+
+    def __init__(self, step: Callable[..., Tensor], *inputs: Tensor) -> None:
+        self._inputs = [each.clone() for each in inputs]
+        self._graph, current, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            step(*self._inputs)  # libraries make their workspaces on the first call, which cannot be recorded
+            self._graph.capture_begin(capture_error_mode="thread_local")  # others receive weights meanwhile
+            try:
+                self._output = step(*self._inputs)
+            finally:
+                self._graph.capture_end()
+        current.wait_stream(side)
+
+    def __call__(self, *inputs: Tensor | int) -> Tensor:
+        """Return the step's result for other inputs of the same shapes; it is overwritten by the next call."""
+        for held, each in zip(self._inputs, inputs, strict=True):
+            held.copy_(each) if isinstance(each, Tensor) else held.fill_(each)
+        self._graph.replay()
+        return self._output
 
 
 def _without_gap(kept: Tensor, padding: Tensor, shared: int) -> Tensor:
@@ -256,9 +316,12 @@ class _Layer(NamedTuple):
         )
 
     def attend(
-        self, x: Tensor, cosines: Tensor, sines: Tensor, kept: tuple[Tensor, Tensor], firsts: Tensor, at: int
+        self, x: Tensor, cosines: Tensor, sines: Tensor, kept: tuple[Tensor, Tensor], firsts: Tensor, at: int | Tensor
     ) -> Tensor:
-        """Keep the new tokens' keys and values at a place, and return what each attends to, [R H D] as [R HD]."""
+        """Keep the new tokens' keys and values at a place, and return what each attends to, [R H D] as [R HD].
+
+        The place is a tensor in a graph, where all places are gone over.
+        """
         qkv, (keys, values) = self.qkv(x), kept
         (rows, shared, size, length), heads = keys.shape, self.heads
         if has_kernels(qkv):
@@ -269,11 +332,17 @@ class _Layer(NamedTuple):
             return out
         q, k, v = torch.split(qkv.view(rows, -1, size), [heads, shared, shared], dim=1)
         q, k = (_turned(each, cosines[:, None], sines[:, None]) for each in (q, k))
-        keys[..., at], values[:, :, at] = k, v
-        scores = (q.reshape(rows, shared, -1, size) @ keys[..., : at + 1]).float() * self.scaling
-        unseen = torch.arange(at + 1, device=x.device) < firsts[:, None]
+        if isinstance(at, int):
+            keys[..., at], values[:, :, at] = k, v
+            keys, values = keys[..., : at + 1], values[:, :, : at + 1]
+        else:
+            keys.index_copy_(3, at, k[..., None])
+            values.index_copy_(2, at, v[:, :, None])
+        scores = (q.reshape(rows, shared, -1, size) @ keys).float() * self.scaling
+        places = torch.arange(keys.shape[3], device=x.device)
+        unseen = (places < firsts[:, None]) | (places > at)
         weights = scores.masked_fill(unseen[:, None, None], -torch.inf).softmax(-1).to(x.dtype)
-        return (weights @ values[:, :, : at + 1]).reshape(rows, heads * size)
+        return (weights @ values).reshape(rows, heads * size)
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

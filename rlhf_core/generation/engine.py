@@ -25,7 +25,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.generation.decoder import Decoder, can_decode
+from rlhf_core.generation.decoder import FIXED_ANGLES, Decoder, can_decode
 from rlhf_core.generation.responses import Responses, pad_left, watch
 from rlhf_core.generation.sampling import chooser
 from rlhf_core.generation.vllm_engine import VllmEngine
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 WORTH_A_PASS = 64
 """Tokens that are not read again because all prompts begin with them: fewer are not worth a pass of their own."""
-_FIXED_ANGLES = ("default", "linear", "llama3")
-"""Kinds of rotary angles that do not depend on how long a pass is."""
 
 
 class HfEngine:
@@ -292,7 +290,7 @@ def _read_to_decode(
     model: Any, prompts: Sequence[Sequence[int]], pad_id: int, new_tokens: int, device: torch.device
 ) -> tuple[_Steps, Tensor]:
     """Return a decoder that goes on from the prompts, whose common beginning is read once, and the first scores."""
-    angles_stay = unwrapped(model).model.rotary_emb.rope_type in _FIXED_ANGLES
+    angles_stay = unwrapped(model).model.rotary_emb.rope_type in FIXED_ANGLES
     shared = _shared_tokens(prompts) if angles_stay else 0
     cache = DynamicCache(config=unwrapped(model).config)
     if shared:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -93,6 +94,47 @@ def test_what_all_prompts_begin_with_is_read_once(
     longest = max(map(len, prompts))
     assert read == [(1, shared)] * bool(shared) + [(len(prompts), longest - shared)]
     check_same(model)
+
+
+class Recorded:
+    """Stands where a CUDA graph does: it has the memory of one, and runs what a graph would replay."""
+
+    recorded: ClassVar[list[int]] = []
+
+    def __init__(self, step: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
+        self._step, self._inputs = step, [each.clone() for each in inputs]
+        self._output = step(*self._inputs)
+        self.recorded.append(len(inputs[0]))
+
+    def __call__(self, *inputs: torch.Tensor | int) -> torch.Tensor:
+        for held, each in zip(self._inputs, inputs, strict=True):
+            held.copy_(torch.as_tensor(each))
+        return self._output.copy_(self._step(*self._inputs))
+
+
+@pytest.mark.parametrize("architecture", OURS)
+def test_a_step_that_is_recorded_once_for_each_number_of_rows_gives_the_same_tokens(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "has_kernels", lambda _tensor: False)  # there are none on CUDA
+    monkeypatch.setattr(decoder, "_can_record", lambda _tensor: True)
+    monkeypatch.setattr(decoder, "_Graph", Recorded)
+    monkeypatch.setattr(decoder, "WORTH_A_GRAPH", 4)  # the last steps go without
+    monkeypatch.setattr(Recorded, "recorded", [])
+    monkeypatch.setattr(f"{__name__}.SETTINGS", dataclasses.replace(SETTINGS, stop_ids=tuple(range(0, 259, 5))))
+    check_same(two_sets(tiny_causal_lm(architecture)))
+    assert Recorded.recorded[0] == len(PROMPTS) > Recorded.recorded[1]
+
+
+def test_where_a_step_cannot_be_recorded_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decoder, "_can_record", lambda _tensor: True)
+    monkeypatch.setattr(decoder, "WORTH_A_GRAPH", 1)  # this PyTorch has no CUDA
+    generated(tiny_causal_lm("llama"))
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "tokens come more slowly: a step could not be recorded as a CUDA graph"
+    ]
 
 
 def test_a_few_tokens_are_not_worth_a_pass() -> None:

@@ -103,6 +103,16 @@ def test_nothing_that_was_tried_stays(store: ArtifactStore) -> None:
     assert store._backend.children("probe/") == []
 
 
+def test_what_a_server_keeps_is_tried_once_by_a_process(
+    store: ArtifactStore, seaweed: Seaweed, proxy: FlakyProxy, tmp_path: Path
+) -> None:
+    options = replace(seaweed.options, endpoint_url=proxy.url)
+    open_store(store.url, cache_dir=tmp_path, s3=options)
+    proxy.lose_answers(rb"^PUT ")
+    open_store(store.url, cache_dir=tmp_path, s3=options)
+    assert proxy.count == 0, "nothing was written at the second opening"
+
+
 def test_who_may_only_read_opens_the_store_and_is_told_at_the_first_write(
     store: ArtifactStore, seaweed: Seaweed, tmp_path: Path
 ) -> None:

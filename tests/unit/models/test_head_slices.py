@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.functional.logprobs import LogprobsAndEntropy
-from rlhf_core.models import head_slices
+from rlhf_core.models import head_slices, shape
 from rlhf_core.models.actor import response_logprobs, response_statistics
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.shape import head_is_last
@@ -147,7 +148,7 @@ def gemma(cap: float | None) -> PreTrainedModel:
 
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_an_architecture_that_changes_its_logits_has_all_at_once(
-    cap: float | None, two_tokens: Callable[[], None]
+    cap: float | None, two_tokens: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = gemma(cap)
     whole, gradients = measured(model)
@@ -157,6 +158,8 @@ def test_an_architecture_that_changes_its_logits_has_all_at_once(
     torch.testing.assert_close(others, gradients, rtol=1e-5, atol=1e-5)
     assert torch.equal(found.logprobs, whole.logprobs) or cap is None
     assert head_is_last(model.config) is (cap is None)
+    monkeypatch.setattr(shape, "_try_head", None)  # once for each configuration
+    assert head_is_last(copy.deepcopy(model.config)) is (cap is None)
 
 
 def test_a_model_that_is_learnt_in_slices_stays_as_it_was(two_tokens: Callable[[], None]) -> None:

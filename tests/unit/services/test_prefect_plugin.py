@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import socket
@@ -13,16 +14,19 @@ import tomllib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
+from prefect import flow_engine
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.runner._state_proposer import StateProposer
 from prefect.states import Crashed
 from prefect.workers.base import BaseWorker
 
-from infra.prefect_plugin import asks_the_server, fault_of, patience_s, withhold_second_reports
+from infra.prefect_plugin import asks_the_server, end_at_once, fault_of, patience_s, withhold_second_reports
 from infra.process_record import ProcessRecord
 from infra.services.state import ServiceRecord, StackState
 from infra.services.worker import EVERY_WORKER
@@ -273,6 +277,20 @@ def test_a_worker_reports_a_crash_again_only_where_its_first_report_came_to_noth
     for start in starts:
         asyncio.run(crash(start))
     assert [(run is starts[1], message) for run, message in told] == [(True, "later")]
+
+
+def test_a_flow_does_not_wait_for_the_sleeping_thread_of_its_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = flow_engine
+    monkeypatch.setattr(engine, "_send_heartbeats", engine._send_heartbeats)
+    end_at_once()
+    beaten, others = threading.Event(), set(threading.enumerate())
+    beat = SimpleNamespace(heartbeat_seconds=30, flow_run=None, logger=logging.getLogger())
+    beat._build_heartbeat_event_template, beat._emit_flow_run_heartbeat = lambda: ({}, []), lambda *_: beaten.set()
+    with engine._send_heartbeats(beat):
+        assert beaten.wait(10)
+    (sleeping,) = set(threading.enumerate()) - others
+    sleeping.join(10)
+    assert not sleeping.is_alive()
 
 
 def test_a_process_of_the_stack_connects_to_nobody_in_its_servers_place(

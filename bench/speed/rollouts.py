@@ -20,6 +20,7 @@ from rlhf_core.models.loading import load_tokenizer
 from rlhf_core.models.saving import quiet
 from rlhf_core.models.trunk import autocast
 
+ENGINE = "native_graphs" if DEVICE.type == "cuda" else "native"
 QUESTIONS = 8
 
 
@@ -74,8 +75,8 @@ def until_stop(run: Run) -> Found:
     def generate(name: str) -> None:
         kept[name] = make_engine(name, model).generate(rows, settings, uniforms=_uniforms(len(rows), steps))
 
-    ours, theirs = in_turns(run.rounds, lambda: generate("native"), lambda: generate("hf"))
-    lengths, peer_tokens = kept["native"].action_mask.sum(1), int(kept["hf"].action_mask.sum())
+    ours, theirs = in_turns(run.rounds, lambda: generate(ENGINE), lambda: generate("hf"))
+    lengths, peer_tokens = kept[ENGINE].action_mask.sum(1), int(kept["hf"].action_mask.sum())
     limit = _floor(run, model, prompts, lengths)
     told = _told(rows=len(rows), tokens=int(lengths.sum()), peer_tokens=peer_tokens, prompts=QUESTIONS)
     return Found(ours, theirs, limit, told)
@@ -111,7 +112,7 @@ def _native(model: Any, prompts: list[list[int]], sizes: Sizes, lengths: Tensor,
     stops = () if stop is None else (stop,)
     settings = GenerationSettings(max_new_tokens=sizes.new_tokens, stop_ids=stops, pad_id=0)
     with nullcontext() if stop is None else _ending(lengths, stop):
-        found = make_engine("native", model).generate(rows, settings, uniforms=_uniforms(sizes.rows, sizes.new_tokens))
+        found = make_engine(ENGINE, model).generate(rows, settings, uniforms=_uniforms(sizes.rows, sizes.new_tokens))
     return int(found.action_mask.sum())
 
 

@@ -321,9 +321,10 @@ class Follower:
         """Print what is still to come: lines are sent in batches of half a second, and our flows' last one is known."""
         for _ in range(_LAST_LOOKS):
             await asyncio.sleep(2 * LOOK_S / _LAST_LOOKS)
-            await self._print_lines(since=None)
-            if self._last and (state.message or "").startswith(self._last):
-                return
+            await self._print_lines(since=self._latest)
+            if (state.message or "") == self._last or f"{state.message}".startswith(f"{self._last} (rlhf "):
+                break
+        await self._print_lines(since=None)
 
     def _is_restarted(self, flow_run: Any) -> bool:
         """Whether a run that crashed is about to be started again, which is said once for each crash."""

@@ -119,8 +119,9 @@ class PPOOptions(Config):
     """Largest importance weight."""
     critic_init: Literal["policy", "reward_model"] = "policy"
     """The critic starts on the policy's transformer with a zero head, or as the reward model, its head rescaled."""
-    engine: Literal["native", "hf", "vllm"] = "native"
-    """Our own decoding loop, transformers' `generate`, or vLLM where it is installed."""
+    engine: Literal["native", "native_graphs", "hf", "vllm"] = "native"
+    """Our own decoding loop, the same with its steps recorded as CUDA graphs, transformers' `generate`, or vLLM where
+    it is installed."""
     dtype: Dtype = "bfloat16"
     """Arithmetic of the trainer's forward pass (autocast over float32 trainable weights)."""
     rollout_dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -7,15 +7,15 @@ products, and what lies between them is one pass over memory each: a kernel's wh
 Keys are kept with the tokens last, so that a query's products with them run along memory. Prompts go through
 transformers' own layers, and what these kept is taken over.
 
-On CUDA a token's hundreds of kernels are recorded as a graph, once for each number of rows, and launched as one: of a
-small model they take longer to launch than to run. A graph has fixed shapes, so attention goes over all that may come.
+On CUDA a token's hundreds of kernels can be recorded as a graph, once for each number of rows, and launched as one: of
+a small model they take longer to launch than to run. Its shapes are fixed, so attention goes over all that may come.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,14 +30,12 @@ from rlhf_core.models.adapted_linear import AdaptedLinear
 from rlhf_core.models.base import is_widened, wide_product
 from rlhf_core.models.trunk import unwrapped
 
-logger = logging.getLogger(__name__)
-
 _FORMS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 _SILU = type(ACT2FN["silu"])
 FIXED_ANGLES = ("default", "linear", "llama3")
 """Kinds of rotary angles that do not depend on how long a pass is."""
 WORTH_A_GRAPH = 16
-"""Tokens to come: to record one costs about two of them."""
+"""Tokens to come, at least: to record one is more work than to draw one."""
 
 
 def can_decode(model: Any) -> bool:
@@ -79,16 +77,24 @@ class Decoder:
         padding: tokens of it in each row: before the row's own, and behind those that all share.
         length: tokens of a row at most, padding included.
         shared: how many tokens all prompts begin with.
+        graphs: record steps on CUDA.
     """
 
     def __init__(
-        self, model: Any, prompts: DynamicCache, padding: Int[Tensor, " R"], length: int, *, shared: int = 0
+        self,
+        model: Any,
+        prompts: DynamicCache,
+        padding: Int[Tensor, " R"],
+        length: int,
+        *,
+        shared: int = 0,
+        graphs: bool = False,
     ) -> None:
         inner = unwrapped(model)
         one = prompts.layers[0].keys
         dtype = _arithmetic(inner, one)
         self._model, self._firsts = inner.model, padding
-        self._is_recorded = _can_record(padding) and inner.model.rotary_emb.rope_type in FIXED_ANGLES
+        self._may_record = graphs and _can_record(padding) and inner.model.rotary_emb.rope_type in FIXED_ANGLES
         self._graph: _Graph | None = None
         self._layers = [_Layer.of(layer, dtype) for layer in inner.model.layers]
         self._norm, self._head = _Norm.of(inner.model.norm, dtype), _Product([inner.lm_head], dtype)
@@ -115,18 +121,11 @@ class Decoder:
         at, most = self.length, self._kept[0][0].shape[3]
         self.length += 1
         with torch.autocast(tokens.device.type, enabled=False):
-            if self._graph is None and self._is_recorded and most - at >= WORTH_A_GRAPH:
-                self._record(tokens, positions, at)
+            if self._graph is None and self._may_record and most - at >= WORTH_A_GRAPH:
+                self._graph = _Graph(self._step, tokens, positions, torch.tensor([at], device=tokens.device))
             if self._graph is None:
                 return self._step(tokens, positions, at)
             return self._graph(tokens, positions, at)
-
-    def _record(self, tokens: Tensor, positions: Tensor, at: int) -> None:
-        try:
-            self._graph = _Graph(self._step, tokens, positions, torch.tensor([at], device=tokens.device))
-        except RuntimeError as error:
-            logger.warning("tokens come more slowly: a step could not be recorded as a CUDA graph (%s)", error)
-            self._is_recorded = False
 
     def _step(self, tokens: Tensor, positions: Tensor, at: int | Tensor) -> Tensor:
         x = self._model.embed_tokens(tokens).to(self._norm.weight.dtype)
@@ -142,26 +141,32 @@ def _can_record(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that a device's graphs are recorded on: libraries keep memory for each one they have seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class _Graph:
     """A step's kernels, recorded: they read and write the same memory each time.
 
     Args:
-        step: what is recorded; it must not wait for the GPU.
-        inputs: of it, which are copied; what a step keeps at a place may be written twice.
+        step: what is recorded; it must not wait for the GPU. What it keeps at a place is written twice.
+        inputs: of it, which are copied.
     """
 
     def __init__(self, step: Callable[..., Tensor], *inputs: Tensor) -> None:
-        self._inputs = [each.clone() for each in inputs]
-        self._graph, current, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        device = inputs[0].device
+        self._inputs, self._graph = [each.clone() for each in inputs], torch.cuda.CUDAGraph()
+        current, side = torch.cuda.current_stream(device), _side_stream(device)
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            step(*self._inputs)  # libraries make their workspaces on the first call, which cannot be recorded
-            self._graph.capture_begin(capture_error_mode="thread_local")  # others receive weights meanwhile
-            try:
+        try:
+            with torch.cuda.stream(side):
+                step(*self._inputs)  # libraries make their workspaces on the first call, which cannot be recorded
+            with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):  # weights may come
                 self._output = step(*self._inputs)
-            finally:
-                self._graph.capture_end()
-        current.wait_stream(side)
+        finally:
+            current.wait_stream(side)
 
     def __call__(self, *inputs: Tensor | int) -> Tensor:
         """Return the step's result for other inputs of the same shapes; it is overwritten by the next call."""

@@ -8,6 +8,7 @@ from the start: by `Decoder` for models of Llama's form, by transformers' layers
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -224,11 +225,12 @@ class NativeEngine:
     Args:
         model: a causal language model of transformers, or a PEFT model around one.
         tokenizer: reads the text for stop strings; needed for these only.
+        graphs: have a `Decoder`'s steps recorded on CUDA.
     """
 
-    def __init__(self, model: Any, *, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, *, tokenizer: Any = None, graphs: bool = False) -> None:
         self.model = model
-        self._tokenizer = tokenizer
+        self._tokenizer, self._graphs = tokenizer, graphs
 
     def generate(
         self,
@@ -244,14 +246,22 @@ class NativeEngine:
         with evaluating(self.model), torch.inference_mode():
             responses = Responses(limits, settings, strings, device)
             choose = chooser(settings, uniforms, rows=len(prompts), steps=responses.width, device=device)
-            _decode(self.model, prompts, settings.pad_id, choose, responses)
+            _decode(self.model, prompts, settings.pad_id, choose, responses, graphs=self._graphs)
         return responses.with_prompts(*pad_left(prompts, settings.pad_id, device))
 
 
-def _decode(model: Any, prompts: Sequence[Sequence[int]], pad_id: int, choose: Chooser, responses: Responses) -> None:
+def _decode(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    pad_id: int,
+    choose: Chooser,
+    responses: Responses,
+    *,
+    graphs: bool,
+) -> None:
     distinct, device = list(dict.fromkeys(map(tuple, prompts))), responses.done.device
     number = {prompt: index for index, prompt in enumerate(distinct)}
-    read = _read_to_decode if can_decode(model) else _read_with_own_layers
+    read = partial(_read_to_decode, graphs=graphs) if can_decode(model) else _read_with_own_layers
     steps, logits = read(model, distinct, pad_id, responses.width, device)
     source = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
     if len(distinct) < len(prompts):
@@ -287,7 +297,7 @@ def _read_with_own_layers(
 
 
 def _read_to_decode(
-    model: Any, prompts: Sequence[Sequence[int]], pad_id: int, new_tokens: int, device: torch.device
+    model: Any, prompts: Sequence[Sequence[int]], pad_id: int, new_tokens: int, device: torch.device, *, graphs: bool
 ) -> tuple[_Steps, Tensor]:
     """Return a decoder that goes on from the prompts, whose common beginning is read once, and the first scores."""
     angles_stay = unwrapped(model).model.rotary_emb.rope_type in FIXED_ANGLES
@@ -302,7 +312,7 @@ def _read_to_decode(
     positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, shared:]
     logits = _last_logits(model, tokens, seen, positions, cache)
     padding = tokens.shape[1] - mask.sum(-1)
-    return Decoder(model, cache, padding, seen.shape[1] + new_tokens, shared=shared), logits
+    return Decoder(model, cache, padding, seen.shape[1] + new_tokens, shared=shared, graphs=graphs), logits
 
 
 def _shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
@@ -331,14 +341,22 @@ def _last_logits(model: Any, inputs: Tensor, mask: Tensor, positions: Tensor, ca
     return logits
 
 
-_ENGINES: dict[str, Callable[..., GenerationEngine]] = {"native": NativeEngine, "hf": HfEngine, "vllm": VllmEngine}
+_ENGINES: dict[str, Callable[..., GenerationEngine]] = {
+    "native": NativeEngine,
+    "native_graphs": partial(NativeEngine, graphs=True),
+    "hf": HfEngine,
+    "vllm": VllmEngine,
+}
 
 
-def make_engine(name: Literal["native", "hf", "vllm"] | str, model: Any, *, tokenizer: Any = None) -> GenerationEngine:
+def make_engine(
+    name: Literal["native", "native_graphs", "hf", "vllm"] | str, model: Any, *, tokenizer: Any = None
+) -> GenerationEngine:
     """Return an engine around a model, which stays the caller's.
 
     Args:
-        name: native, our own decoding loop; hf, transformers' `generate`; vllm, where it is installed.
+        name: native, our own decoding loop; native_graphs, the same with its steps recorded on CUDA; hf,
+            transformers' `generate`; vllm, where it is installed.
         model: a causal language model of transformers, or a PEFT model around one.
         tokenizer: reads the text for stop strings; needed for these only.
 

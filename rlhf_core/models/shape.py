@@ -23,7 +23,6 @@ a, b and c were counted: they are what PyTorch keeps of a layer of Llama's (test
 from __future__ import annotations
 
 import copy
-import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ LOGITS_BYTES = 1 << 30
 """Of all logits at once, if they were float32: more are computed in several passes, or a slice at a time."""
 MOST_TOKENS = 2048
 """Of a pass of several rows on a CPU: a token of 4,096 costs a fifth more, since memory for them is new each time."""
+NO_LIMIT = 1 << 40
+"""In its place, where passes may have any number of tokens."""
 SHORT_ROW = 128
 """Tokens of a row whose scores are written out, where they are computed in 16 bits on a CPU."""
 BLOCK, SPARE_TOKENS = 128, 256
@@ -61,7 +62,7 @@ class PassRows(NamedTuple):
     """Tokens of each."""
     response: int
     """Tokens after them, which are learnt."""
-    most: int = sys.maxsize
+    most: int = NO_LIMIT
     """Tokens of all together: where there would be more, rows go through it in turn."""
 
     @property
@@ -152,7 +153,10 @@ def head_is_last(config: PreTrainedConfig) -> bool:
 
     A model without any data is tried on two tokens, once for each configuration.
     """
-    key = type(config), config.to_json_string()
+    try:
+        key = type(config), config.to_json_string()
+    except Exception:  # a configuration may hold anything
+        return False
     if key not in _tried:
         _tried[key] = _try_head(config)
     return _tried[key]

@@ -19,6 +19,7 @@ from rlhf_core.kernels.compiled import used_on
 from rlhf_core.models.adapted_linear import IN_TURN, JOINED
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import adapter_config, merged_parameters
+from rlhf_core.models.shape import NO_LIMIT
 from rlhf_core.models.token_tree import each_by_itself
 from rlhf_core.ppo.critic_start import ValueLine, start_critic
 from rlhf_core.ppo.metrics import PPOStats, stats_from
@@ -28,7 +29,7 @@ from rlhf_core.ppo.ptx import PtxSource
 from rlhf_core.ppo.step import StepContext, first_logprobs, step_all
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.training.boosted import awake, exact, pass_cost, ranks_of, strategy_booster
-from rlhf_core.training.micro_batches import AS_TREE, FEW_PASSES, IN_SHORT_PASSES, PassCost
+from rlhf_core.training.micro_batches import AS_TREE, IN_SHORT_PASSES, PassCost
 from rlhf_core.training.modes import checkpoint_activations
 from rlhf_core.training.optim import Trained, make_trained, warmup_then_constant
 from rlhf_core.training.padding import PaddedBatch
@@ -351,7 +352,7 @@ class PPOLearner:
     def _cost_as_begun(self) -> PassCost | None:
         if self._rows is None:
             return None
-        return self._cost._replace(most=FEW_PASSES) if self._rows == AS_TREE else self._cost
+        return self._cost._replace(most=NO_LIMIT) if self._rows == AS_TREE else self._cost
 
     def _as_begun(self) -> AbstractContextManager[None]:
         return each_by_itself() if self._rows is None else nullcontext()

@@ -19,6 +19,7 @@ from rlhf_core.functional.losses import entropy_bonus, lm_loss, policy_loss, val
 from rlhf_core.functional.moments import masked_sum
 from rlhf_core.models.actor import response_logits, response_logprobs, response_statistics
 from rlhf_core.models.critic import response_values
+from rlhf_core.models.shape import NO_LIMIT
 from rlhf_core.models.trunk import autocast
 from rlhf_core.phases import reached
 from rlhf_core.ppo.minibatch import Micro, Minibatch, micros_of
@@ -259,7 +260,8 @@ def _cut_ptx(ptx: PaddedBatch | None, context: StepContext) -> tuple[list[Padded
     none = torch.zeros((), device=context.device)
     if ptx is None or context.config.ptx_coef == 0:
         return [], none
-    size = context.config.micro_batch_size
+    most = NO_LIMIT if context.cost is None else context.cost.most
+    size = min(context.config.micro_batch_size, max(1, most // ptx.sequences.shape[1]))
     parts = zip(*(torch.split(tensor.to(context.device), size) for tensor in ptx), strict=True)
     tokens = context.ranks.sum(ptx.action_mask.sum().float().to(context.device))
     if not tokens:

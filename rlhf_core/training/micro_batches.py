@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_core.models.shape import MOST_TOKENS
+from rlhf_core.models.shape import MOST_TOKENS, NO_LIMIT
 from rlhf_core.models.token_tree import common_length, has_form
 from rlhf_core.training.padding import TokenIds
 
@@ -23,7 +23,7 @@ IN_SHORT_PASSES = "of like length, as a tree, in short passes"
 AS_TREE = "of like length, as a tree"
 """As it was in release 0.3, in passes of any number of tokens."""
 FEW_PASSES = 1 << 40
-"""In the place of `PASS_TOKENS`: not one pass more than has to be. In that of `MOST_TOKENS`: any number."""
+"""In the place of `PASS_TOKENS`: not one pass more than has to be."""
 _ATTENTION_DIVISOR = 4000
 """Attention costs a row of n tokens as much as n^2 over this tokens, in a model 600 wide; in wider ones less."""
 
@@ -35,7 +35,7 @@ class PassCost(NamedTuple):
     """Of one beside its tokens, in tokens."""
     is_tree: bool = False
     """Whether what rows begin with in common costs once, and padding nothing (`models/token_tree.py`)."""
-    most: int = FEW_PASSES
+    most: int = NO_LIMIT
     """Tokens of one that has several rows."""
 
 
@@ -96,9 +96,9 @@ def _cheapest(order: list[int], most: int, tokens: Callable[[int, int], int], co
     least: list[tuple[int, int]] = [(0, 0)]  # of the first ones: what they cost, and where the last cut is
     for end in range(1, len(order) + 1):
         possible = [
-            (least[start][0] + own + cost.tokens, start)
+            (least[start][0] + its + cost.tokens, start)
             for start in range(max(0, end - most), end)
-            if (own := tokens(start, end)) <= cost.most or start == end - 1
+            if (its := tokens(start, end)) <= cost.most or start == end - 1
         ]
         least.append(min(possible))
     found: list[list[int]] = []

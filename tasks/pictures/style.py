@@ -84,8 +84,8 @@ def shared_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[st
 def png(figure: Figure) -> bytes:
     """Return the figure as a PNG of few colours, a third of the size; the same figure gives the same bytes."""
     canvas, packed = FigureCanvasAgg(figure), BytesIO()
-    canvas.draw()
-    drawn = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
+    canvas.draw()  # type: ignore[no-untyped-call]
+    drawn = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())  # type: ignore[no-untyped-call]
     flat = drawn.convert("RGB").quantize(
         _COLOURS_KEPT, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
     )  # other methods let rare colours fall together, and a legend then lies

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.generation import GenerationSettings, make_engine, sample_uniforms
+from rlhf_core.generation.decoder import WORTH_A_GRAPH
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.ppo.episode import learn_episode
@@ -33,6 +34,8 @@ pytestmark = [
 
 
 DEVICE = "cuda"
+NEW_TOKENS = 2 * WORTH_A_GRAPH
+"""The first of them come by a recorded step, the others without."""
 SIZES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}
 """Of what a tensor's gradient may be off, in parts of its largest entry: some roundings of the arithmetic."""
 
@@ -180,12 +183,12 @@ def test_a_state_goes_on_to_the_same_bits() -> None:
         assert torch.equal(tensor, resumed.merged_weights("actor")[name]), name
 
 
-@pytest.mark.parametrize("engine", ["native", "hf", pytest.param("vllm", marks=needs_vllm)])
+@pytest.mark.parametrize("engine", ["native", "native_graphs", "hf", pytest.param("vllm", marks=needs_vllm)])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_an_engine_answers_as_on_the_cpu(sampled: bool, engine: str) -> None:
-    settings = GenerationSettings(max_new_tokens=12, stop_ids=(2,), pad_id=0, temperature=0.8, top_k=50)
+    settings = GenerationSettings(max_new_tokens=NEW_TOKENS, stop_ids=(2,), pad_id=0, temperature=0.8, top_k=50)
     keys = [str(row) for row in range(len(PROMPTS))]
-    uniforms = sample_uniforms(seed=0, episode=0, keys=keys, samples=[0] * len(keys), max_new_tokens=12)
+    uniforms = sample_uniforms(seed=0, episode=0, keys=keys, samples=[0] * len(keys), max_new_tokens=NEW_TOKENS)
     wanted, found = (
         make_engine(each, wide_causal_lm("llama").to(device)).generate(
             PROMPTS, settings, uniforms=uniforms if sampled else None
@@ -196,11 +199,11 @@ def test_an_engine_answers_as_on_the_cpu(sampled: bool, engine: str) -> None:
     torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize("engine", ["native", "native_graphs", "hf"])
 def test_a_chunk_that_is_drawn_twice_in_bfloat16_is_the_same(engine: str) -> None:
-    settings = GenerationSettings(max_new_tokens=12, stop_ids=(2,), pad_id=0)
+    settings = GenerationSettings(max_new_tokens=NEW_TOKENS, stop_ids=(2,), pad_id=0)
     keys = [str(row) for row in range(len(PROMPTS))]
-    uniforms = sample_uniforms(seed=0, episode=0, keys=keys, samples=[0] * len(keys), max_new_tokens=12)
+    uniforms = sample_uniforms(seed=0, episode=0, keys=keys, samples=[0] * len(keys), max_new_tokens=NEW_TOKENS)
     model = tiny_llama(initializer_range=0.2).to(DEVICE, torch.bfloat16)
     first, second = (make_engine(engine, model).generate(PROMPTS, settings, uniforms=uniforms) for _ in range(2))
     assert torch.equal(first.sequences, second.sequences)

@@ -238,7 +238,7 @@ def test_a_run_ends_with_what_its_flow_made(server: Server, rlhf_run: Callable[.
     assert (status, out.splitlines()[-1]) == (0, f"finished: {told}")
 
 
-@pytest.mark.parametrize(("line", "looks"), [("▸ done         made sft/a@3", 1), ("▸ sft          step 3/3", 10)])
+@pytest.mark.parametrize(("line", "looks"), [("▸ done         made sft/a@3", 2), ("▸ sft          made", 11)])
 def test_a_run_is_looked_at_until_the_last_line_that_its_flow_writes_has_come(
     server: Server, rlhf_run: Callable[..., tuple[int, str, str]], line: str, looks: int
 ) -> None:

@@ -23,6 +23,7 @@ from tests.unit.models.test_adapted_linear import two_sets
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], [200, 100, 50, 25, 12, 6, 3], [77], [10, 11]]
 SETTINGS = GenerationSettings(max_new_tokens=12, stop_ids=(), pad_id=0)
+ENGINE = "native"
 OURS = ("llama", "qwen2")
 
 
@@ -39,7 +40,7 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def generated(model: Any, uniforms: torch.Tensor | None = None) -> Generation:
-    return make_engine("native", model).generate(PROMPTS, SETTINGS, uniforms=uniforms)
+    return make_engine(ENGINE, model).generate(PROMPTS, SETTINGS, uniforms=uniforms)
 
 
 def by_own_layers(model: Any, uniforms: torch.Tensor | None = None) -> Generation:
@@ -117,6 +118,7 @@ def test_a_step_that_is_recorded_once_for_each_number_of_rows_gives_the_same_tok
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder, "has_kernels", lambda _tensor: False)  # there are none on CUDA
+    monkeypatch.setattr(f"{__name__}.ENGINE", "native_graphs")
     monkeypatch.setattr(decoder, "_can_record", lambda _tensor: True)
     monkeypatch.setattr(decoder, "_Graph", Recorded)
     monkeypatch.setattr(decoder, "WORTH_A_GRAPH", 4)  # the last steps go without
@@ -124,17 +126,6 @@ def test_a_step_that_is_recorded_once_for_each_number_of_rows_gives_the_same_tok
     monkeypatch.setattr(f"{__name__}.SETTINGS", dataclasses.replace(SETTINGS, stop_ids=tuple(range(0, 259, 5))))
     check_same(two_sets(tiny_causal_lm(architecture)))
     assert Recorded.recorded[0] == len(PROMPTS) > Recorded.recorded[1]
-
-
-def test_where_a_step_cannot_be_recorded_a_warning_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(decoder, "_can_record", lambda _tensor: True)
-    monkeypatch.setattr(decoder, "WORTH_A_GRAPH", 1)  # this PyTorch has no CUDA
-    generated(tiny_causal_lm("llama"))
-    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
-        "tokens come more slowly: a step could not be recorded as a CUDA graph"
-    ]
 
 
 def test_a_few_tokens_are_not_worth_a_pass() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from flows.presets import resolve
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.memory import MachineMemory, ModelSize
-from rlhf_core.models.shape import PassRows, Shape
+from rlhf_core.models.shape import NO_LIMIT, PassRows, Shape
 from rlhf_core.models.working_memory import TOLERANCE, LongestRow, check_working_memory, working_memory
 
 GB = 10**9
@@ -103,7 +102,7 @@ def test_long_rows_go_through_the_models_in_turn_on_cpus(stage: Any, rows: int, 
         LLAMA_7B.learning_bytes(
             PassRows(rows, 1900, 100, each), "float32", adapters=True, checkpointing=False, head=stage != "reward_model"
         )
-        for each in (most, sys.maxsize)
+        for each in (most, NO_LIMIT)
     ]
     assert PassRows(8, 1900, 100, 2048).learnt == 800
     assert PassRows(8, 0, 1000, 2048).learnt == 2048

@@ -120,7 +120,7 @@ class PPOOptions(Config):
     critic_init: Literal["policy", "reward_model"] = "policy"
     """The critic starts on the policy's transformer with a zero head, or as the reward model, its head rescaled."""
     engine: Literal["native", "native_graphs", "hf", "vllm"] = "native"
-    """Our own decoding loop, the same with its steps recorded as CUDA graphs, transformers' `generate`, or vLLM where
+    """Our own decoding loop, the same with steps recorded as CUDA graphs (untried), transformers' `generate`, or vLLM where
     it is installed."""
     dtype: Dtype = "bfloat16"
     """Arithmetic of the trainer's forward pass (autocast over float32 trainable weights)."""

@@ -120,8 +120,8 @@ class PPOOptions(Config):
     critic_init: Literal["policy", "reward_model"] = "policy"
     """The critic starts on the policy's transformer with a zero head, or as the reward model, its head rescaled."""
     engine: Literal["native", "native_graphs", "hf", "vllm"] = "native"
-    """Our own decoding loop, the same with steps recorded as CUDA graphs (untried), transformers' `generate`, or vLLM where
-    it is installed."""
+    """Our own decoding loop, the same with steps recorded as CUDA graphs (untried), transformers' `generate`, or vLLM
+    where it is installed."""
     dtype: Dtype = "bfloat16"
     """Arithmetic of the trainer's forward pass (autocast over float32 trainable weights)."""
     rollout_dtype: Literal["float32", "bfloat16"] = "bfloat16"

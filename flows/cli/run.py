@@ -319,10 +319,11 @@ class Follower:
 
     async def _print_last_lines(self, state: Any) -> None:
         """Print what is still to come: lines are sent in batches of half a second, and our flows' last one is known."""
+        told = state.message or ""
         for _ in range(_LAST_LOOKS):
             await asyncio.sleep(2 * LOOK_S / _LAST_LOOKS)
             await self._print_lines(since=self._latest)
-            if (state.message or "") == self._last or f"{state.message}".startswith(f"{self._last} (rlhf "):
+            if self._last and (told == self._last or told.startswith(f"{self._last} (rlhf ")):
                 break
         await self._print_lines(since=None)
 

@@ -2,7 +2,7 @@
 
 from rlhf_core.generation.engine import make_engine
 from rlhf_core.generation.sampling import choose_greedy, choose_sampled, sample_uniforms
-from rlhf_core.generation.settings import Generation, GenerationEngine, GenerationSettings
+from rlhf_core.generation.settings import Generation, GenerationEngine, GenerationSettings, notes_suffice
 
 __all__ = [
     "Generation",
@@ -11,5 +11,6 @@ __all__ = [
     "choose_greedy",
     "choose_sampled",
     "make_engine",
+    "notes_suffice",
     "sample_uniforms",
 ]

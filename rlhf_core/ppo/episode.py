@@ -229,11 +229,13 @@ class EpisodeLearner:
 
     def _restated(self, experience: Experience, *, number: int = 0) -> Experience:
         """Return the rows as the learner sees them before a pass, cut as that pass is."""
+        versions = experience.policy_version
+        is_own = number == 0 and not self.learner.ranks.any(bool((versions != self.position.episode).any()))
         batches = minibatch_order(
             seed=self._seed, episode=self.position.episode, epoch=number, samples=len(experience),
             batch_size=self._batch_size * self._accumulation_steps,
         )  # fmt: skip
-        return self.learner.recompute(experience, batches, shared=self.is_shared)
+        return self.learner.recompute(experience, batches, shared=self.is_shared, is_own=is_own)
 
     @property
     def _batch_size(self) -> int:

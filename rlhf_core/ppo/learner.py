@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import LearningConfig, PPOConfig, RolloutConfig
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
+from rlhf_core.generation import notes_suffice
 from rlhf_core.kernels.compiled import used_on
 from rlhf_core.models.adapted_linear import IN_TURN, JOINED
 from rlhf_core.models.critic import Critic
@@ -212,12 +213,18 @@ class PPOLearner:
         return None if self.ptx is None else self.ptx.batch(self.steps)
 
     def recompute(
-        self, experience: Experience, minibatches: Sequence[Rows] | None = None, *, shared: bool = False
+        self,
+        experience: Experience,
+        minibatches: Sequence[Rows] | None = None,
+        *,
+        shared: bool = False,
+        is_own: bool = False,
     ) -> Experience:
         """Return experience with `action_log_probs` from the learner's own forward pass, on its device.
 
         The maker's numbers come from another dtype and batch; with them, the ratio would not start at 1. The rows are
-        cut as in the first pass, so that there it is 1 exactly.
+        cut as in the first pass, so that there it is 1 exactly. Where all is float32, the maker's numbers of rows that
+        are the learner's own stand: the ratio then starts at 1 but for rounding.
 
         With `critic_init` reward_model the first call of a run also fits the critic's head to the returns of this
         experience, and restates what the critic said of it. Later calls do not: to recompute again what was restated,
@@ -227,6 +234,7 @@ class PPOLearner:
             experience: this rank's rows; or all rows, the same on every rank, of which each recomputes its share.
             minibatches: rows of each step of the first pass; None learns all in one step.
             shared: whether all ranks have all rows.
+            is_own: whether the weights that are learnt now sampled all rows, those of all ranks.
 
         Raises:
             TrainingError: on all ranks, if any has no rows.
@@ -235,7 +243,7 @@ class PPOLearner:
             raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
         with self._as_begun():
             batch = self._with_rescaled_values(self._on_device(experience), ALONE if shared else self.ranks)
-            if "actor" not in self._roles:
+            if "actor" not in self._roles or (is_own and self._makers_suffice):
                 return batch
             steps = [np.arange(len(batch))] if minibatches is None else minibatches
             own = first_logprobs(self._roles["actor"], batch, steps, self.ranks if shared else ALONE, self._context())
@@ -353,6 +361,13 @@ class PPOLearner:
         if self._rows is None:
             return None
         return self._cost._replace(most=NO_LIMIT) if self._rows == AS_TREE else self._cost
+
+    @property
+    def _makers_suffice(self) -> bool:
+        """Whether a maker that holds this learner's weights knows the old log-probabilities but for rounding."""
+        config = self.config
+        exact = config.dtype == "float32" and notes_suffice(config, config)
+        return exact and config.correction == "none" and self._rows == IN_SHORT_PASSES  # not where 0.3 began the run
 
     def _as_begun(self) -> AbstractContextManager[None]:
         return each_by_itself() if self._rows is None else nullcontext()

@@ -18,7 +18,7 @@ from rlhf_core.counting import counted
 from rlhf_core.data import Problem, PromptTemplate
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.freed_memory import give_back
-from rlhf_core.generation import Generation, GenerationSettings, make_engine, sample_uniforms
+from rlhf_core.generation import Generation, GenerationSettings, make_engine, notes_suffice, sample_uniforms
 from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.critic import Critic, response_values
@@ -193,7 +193,7 @@ class ExperienceMaker:
         controls: EpisodeControls,
     ) -> MadeExperience:
         batch = read(prompts, drawn, template=self.template, generation=self.generation)
-        forwards = self._run_models(batch)
+        forwards = self._run_models(batch, drawn)
         scores = judged(self.scorer, batch, device=self._device, config=self.config)
         return assemble(
             batch,
@@ -224,9 +224,10 @@ class ExperienceMaker:
         self.generate_seconds += time.perf_counter() - started
         return drawn
 
-    def _run_models(self, batch: ScoringBatch) -> Forwards:
+    def _run_models(self, batch: ScoringBatch, drawn: Generation) -> Forwards:
+        noted = notes_suffice(self.config, self.generation) and not self.greedy
         return Forwards(
-            logprobs=self._logprobs(self.actor, batch),
+            logprobs=drawn.log_probs if noted else self._logprobs(self.actor, batch),
             ref_logprobs=self._ref_logprobs(batch),
             values=state_values(self.critic, batch, config=self.config),
             mask=batch.action_mask,

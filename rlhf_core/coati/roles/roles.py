@@ -20,6 +20,7 @@ from rlhf_core.coati.roles.flags import check_can_be_written
 from rlhf_core.coati.roles.models import load_policy, load_reward_model
 from rlhf_core.coati.roles.prompts import encode, next_rows
 from rlhf_core.errors import ConfigError, TrainingError
+from rlhf_core.generation import notes_suffice
 from rlhf_core.models.critic import Critic
 from rlhf_core.ray_tools.group import GROUPS
 from rlhf_core.rewards.scoring import WeightedScorer
@@ -82,6 +83,8 @@ class RayPPOActor(TrainablePPORole):
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def calculate_action_log_probs(self, made: MadeSequences) -> Array:
         """Return the log-probability of each response token, [B A]; called by all ranks, each with its own."""
+        if notes_suffice(self._config, self._generation):
+            return made.rollout_log_probs
         with self._at("log-probs"), self._learner.awake():
             temperature = self._generation.temperature
             return as_array(token_logprobs(self._plain, made.batch(), temperature=temperature, config=self._config))

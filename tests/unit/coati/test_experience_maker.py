@@ -107,7 +107,7 @@ def test_without_an_initial_model_the_adapters_are_switched_off() -> None:
     attach_lora(model, LoRAConfig(r=2), seed=0)
     judge = RewardModel.from_causal_lm(tiny_llama())
     ours = NaiveExperienceMaker(model, Critic.from_causal_lm(tiny_llama()), judge, None, tiny_tokenizer())
-    assert not ours.make_experience(*batch(), **SHORT).kl.any()
+    assert ours.make_experience(*batch(), **SHORT).kl.abs().max() < 1e-5
 
 
 def test_an_empty_or_all_padded_batch_is_refused() -> None:

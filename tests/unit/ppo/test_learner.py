@@ -13,6 +13,7 @@ from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_state
+from rlhf_core.ppo import learner as learner_module
 from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.training import micro_batches
@@ -301,3 +302,41 @@ def test_a_run_that_an_earlier_release_began_goes_on_with_rows_as_that_cut_them(
     ours.recompute(tiny_experience())
     assert sorted(seen) == widths
     assert ours.facts()["rows"] == rows
+
+
+ALL_FLOAT32 = {"rollout_dtype": "float32", "max_epochs": 2, "train_batch_size": 4, "micro_batch_size": 4}
+
+
+def test_the_makers_numbers_of_this_policys_own_rows_teach_what_recomputed_ones_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = learner().recompute(tiny_experience())
+    noted, read = learner(**ALL_FLOAT32), learner(**ALL_FLOAT32)
+    expected = learn_episode(read, made.replace(policy_version=made.policy_version - 1), seed=0, episode=0)
+    monkeypatch.setattr(learner_module, "first_logprobs", None)  # none is called
+    found = learn_episode(noted, made, seed=0, episode=0)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert tuple(ours) == pytest.approx(tuple(theirs), rel=1e-4, abs=1e-5)
+    for ours, theirs in zip(noted.actor.parameters(), read.actor.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "rows"),
+    [
+        ({"rollout_dtype": "bfloat16"}, 0, IN_SHORT_PASSES),
+        ({"dtype": "bfloat16"}, 0, IN_SHORT_PASSES),
+        ({"engine": "vllm"}, 0, IN_SHORT_PASSES),
+        ({"top_k": 5}, 0, IN_SHORT_PASSES),
+        ({"legacy": True}, 0, IN_SHORT_PASSES),
+        ({"correction": "truncated"}, 0, IN_SHORT_PASSES),
+        ({}, -1, IN_SHORT_PASSES),
+        ({}, 0, AS_TREE),
+    ],
+)
+def test_other_rows_are_recomputed(changes: dict[str, object], version: int, rows: str) -> None:
+    ours = learner(**{**ALL_FLOAT32, **changes})
+    ours.load_facts({"steps": 0, "value_line": None, "rows": rows})
+    experience = tiny_experience()
+    experience = experience.replace(policy_version=torch.full_like(experience.policy_version, version))
+    assert learn_episode(ours, experience, seed=0, episode=0)[0].max_ratio == pytest.approx(1.0, abs=1e-2)

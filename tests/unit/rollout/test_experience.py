@@ -35,11 +35,25 @@ def rows_of(table: torch.Tensor, experience: Experience) -> list[list[float]]:
     return [row[counts].tolist() for row, counts in zip(table, experience.action_mask, strict=True)]
 
 
+@pytest.mark.parametrize("engine", ["native", "hf"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_forward_pass_agrees_with_what_was_drawn(temperature: float) -> None:
-    experience, samples = make(maker(temperature=temperature))
-    torch.testing.assert_close(experience.action_log_probs, experience.rollout_log_probs, rtol=1e-3, atol=1e-4)
+def test_the_engines_notes_make_the_experience_that_another_pass_of_the_actor_makes(
+    temperature: float, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted, samples = make(maker(temperature=temperature, engine=engine))
+    assert torch.equal(noted.action_log_probs, noted.rollout_log_probs)
     assert len({sample.length for sample in samples}) > 1
+    monkeypatch.setattr(making, "notes_suffice", lambda *_: False)
+    read, _ = make(maker(temperature=temperature, engine=engine))
+    assert not torch.equal(read.action_log_probs, read.rollout_log_probs)
+    for name, expected in read.tensors().items():
+        torch.testing.assert_close(noted.tensors()[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"rollout_dtype": "bfloat16"}, {"top_k": 9}, {"top_p": 0.9}, {"legacy": True}])
+def test_where_notes_are_not_the_policys_own_the_actor_reads_its_responses(changes: dict[str, object]) -> None:
+    experience, _ = make(maker(**changes))
+    assert not torch.equal(experience.action_log_probs, experience.rollout_log_probs)
 
 
 @pytest.mark.parametrize("reward", [RewardConfig(), WITH_REWARD_MODEL])
@@ -78,7 +92,7 @@ def test_an_initial_model_equal_to_the_actor_gives_no_kl() -> None:
     ours = maker()
     ours.initial_model = copy.deepcopy(ours.actor)
     experience, _ = make(ours)
-    assert torch.equal(experience.kl, torch.zeros_like(experience.kl))
+    torch.testing.assert_close(experience.kl, torch.zeros_like(experience.kl), rtol=0, atol=1e-5)
 
 
 def test_adapters_switched_off_serve_as_the_initial_model() -> None:

@@ -75,7 +75,7 @@ def test_how_responses_are_drawn_is_the_configurations(changes: dict[str, object
         gap = made.experience.rollout_log_probs - made.experience.action_log_probs
         assert gap[made.experience.action_mask].min() > -1e-4
         assert gap.max() > 0.1
-    assert plain.samples == make(maker()).samples
+    assert plain.experience.sequences.equal(make(maker()).experience.sequences)
 
 
 def test_closing_the_maker_ends_the_process_of_its_functions() -> None:

@@ -1,9 +1,11 @@
-// What lies between the products of a decoding step, each as one pass over memory: norms, rotary angles, attention to
-// what was kept, gates, and the choice of a token. And what learning and scoring read of a token's logits.
+// A decoding step: its products, in float, and what lies between them, each as one pass over memory: norms, rotary
+// angles, attention to what was kept, gates, and the choice of a token. And what learning and scoring read of a token's
+// logits.
 //
 // A number is a float, or 16 bits of one (bfloat16). Arithmetic is in float; rounding to 16 bits happens where
 // transformers' layers round. A row's result depends on nothing but the row: not on other rows, nor on threads.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -316,6 +318,100 @@ void read_backward(const T* logits, const int64_t* tokens, float temperature, co
     }
 }
 
+// --- products of few rows
+//
+// Libraries copy a matrix into an order of their own at each product, which for few rows takes longer than the product.
+// Here the rows are copied, and the matrix is read once, as it lies: each of its numbers times a vector that has one
+// input of several rows. A result is a sum over the inputs in their order.
+
+#if defined(__AVX512F__)
+constexpr int64_t lanes = 16, held = 24;  // rows of a vector; vectors of sums that fit into registers
+#else
+constexpr int64_t lanes = 8, held = 12;
+#endif
+constexpr int64_t most_vectors = 3;
+constexpr int64_t strip = 24;  // outputs whose weights stay in the cache while all rows go over them
+
+typedef float Vector __attribute__((vector_size(4 * lanes)));
+
+struct Product {
+    int64_t rows, outputs, inputs, stride;  // of `out`, between two rows
+    bool adds;                              // to what is in `out`
+};
+
+// `width` outputs of up to V vectors of rows. What is ahead is fetched meanwhile.
+template <int64_t V, int64_t width>
+void multiply_block(const float* turned, int64_t step, const float* weight, const float* ahead, float* out, int64_t rows,
+                    const Product& product) {
+    Vector sums[width][V];
+    for (auto& line : sums)
+        for (auto& sum : line) sum = Vector{};
+    const int64_t inputs = product.inputs;
+    auto take = [&](int64_t i) __attribute__((always_inline)) {
+        const Vector* x = reinterpret_cast<const Vector*>(turned + i * step);
+#pragma GCC unroll 12
+        for (int64_t n = 0; n < width; ++n)
+#pragma GCC unroll 3
+            for (int64_t v = 0; v < V; ++v) sums[n][v] += weight[n * inputs + i] * x[v];
+    };
+    int64_t i = 0;
+    for (; i + 4 <= inputs; i += 4) {
+        for (int64_t n = 0; n < (width + 3) / 4; ++n, ahead += 16) __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 4
+        for (int64_t each = 0; each < 4; ++each) take(i + each);
+    }
+    for (; i < inputs; ++i) take(i);
+    for (int64_t row = 0; row < rows; ++row)
+#pragma GCC unroll 12
+        for (int64_t n = 0; n < width; ++n) {
+            float sum = sums[n][row / lanes][row % lanes];
+            out[row * product.stride + n] = product.adds ? out[row * product.stride + n] + sum : sum;
+        }
+}
+
+template <int64_t V>
+void multiply_strip(const float* turned, int64_t step, const float* weight, const float* ahead, float* out, int64_t rows,
+                    int64_t outputs, const Product& product) {
+    constexpr int64_t width = std::min<int64_t>(held / V, 12);
+    int64_t n = 0, inputs = product.inputs;
+    for (; n + width <= outputs; n += width)
+        multiply_block<V, width>(turned, step, weight + n * inputs, ahead + n * inputs, out + n, rows, product);
+    for (; n < outputs; ++n)
+        multiply_block<V, 1>(turned, step, weight + n * inputs, ahead + n * inputs, out + n, rows, product);
+}
+
+// x W^T, of x [rows inputs] and W [outputs inputs].
+void multiply(const float* x, const float* weight, float* out, int64_t across, Product product) {
+    const int64_t rows = product.rows, inputs = product.inputs, outputs = product.outputs;
+    const int64_t vectors = (rows + lanes - 1) / lanes, step = vectors * lanes;
+    const int64_t parts = (vectors + most_vectors - 1) / most_vectors;
+    static thread_local std::vector<float> memory;
+    memory.resize(std::max<size_t>(memory.size(), size_t(step * inputs + lanes)));
+    float* turned = memory.data();
+    while (reinterpret_cast<uintptr_t>(turned) % sizeof(Vector)) ++turned;
+#pragma omp parallel if (rows * outputs * inputs > 1 << 20)
+    {
+#pragma omp for schedule(static)
+        for (int64_t begin = 0; begin < inputs; begin += lanes) {
+            int64_t end = std::min(begin + lanes, inputs);
+            for (int64_t row = 0; row < step; ++row)
+                for (int64_t i = begin; i < end; ++i) turned[i * step + row] = row < rows ? x[row * across + i] : 0.0f;
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < outputs; n += strip) {
+            const float* lines = weight + n * inputs;
+            int64_t width = std::min(strip, outputs - n), done = 0;
+            for (int64_t part = 0; part < parts; ++part) {
+                int64_t taken = (vectors - done + parts - part - 1) / (parts - part), row = done * lanes;
+                auto on = taken == 1 ? multiply_strip<1> : taken == 2 ? multiply_strip<2> : multiply_strip<3>;
+                on(turned + row, step, lines, part == 0 ? lines + strip * inputs : lines, out + row * product.stride + n,
+                   std::min(rows - row, taken * lanes), width, product);
+                done += taken;
+            }
+        }
+    }
+}
+
 }  // namespace
 
 #define FOR_EACH_NUMBER(make) make(float, float) make(half, Half)
@@ -354,4 +450,9 @@ void read_backward(const T* logits, const int64_t* tokens, float temperature, co
 
 extern "C" {
 FOR_EACH_NUMBER(ENTRIES)
+
+void multiply_float(const float* x, const float* weight, float* out, int64_t across, int64_t stride, int64_t rows,
+                    int64_t outputs, int64_t inputs, int64_t adds) {
+    multiply(x, weight, out, across, Product{rows, outputs, inputs, stride, adds != 0});
+}
 }

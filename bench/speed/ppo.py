@@ -85,7 +85,9 @@ def _floor(run: Run, given: Given) -> float:
     """Return the least that drawing, scoring by four models and learning by two multiply."""
     products = Products.of(load(run, given.dtype), getattr(torch, given.dtype))
     tokens, scored = given.rows * (given.prompt + given.response), given.rows * given.response
-    by_policies = [scored] if given.dtype == "float32" else [scored, scored]  # in float32 drawing tells what the actor says
+    by_policies = (
+        [scored] if given.dtype == "float32" else [scored, scored]
+    )  # in float32 drawing tells what the actor says
 
     def step() -> None:
         products.generate(given.rows, given.rows * given.prompt, torch.full((given.rows,), given.response))

@@ -1,4 +1,4 @@
-"""The floor of many rows: the products of a model's matrices alone, of the same shapes and dtype.
+"""The floor of a pass: the products of a model's matrices alone, of the same shapes and dtype, ours for few rows.
 
 Left out are those of attention's scores and of adapters, whatever lies between products, and the optimizer.
 """
@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+
+from rlhf_core.generation.decoder import product
 
 
 def distinct(rows: Sequence[Sequence[int]]) -> int:
@@ -45,7 +47,7 @@ class Products(NamedTuple):
     def forward(self, tokens: int, scored: int) -> None:
         """Multiply as a pass over so many tokens does, of which the head sees `scored`."""
         for weight, rows in self._with_rows(tokens, scored):
-            nn.functional.linear(weight.new_ones(rows, weight.shape[1]), weight)
+            product(weight.new_ones(rows, weight.shape[1]), weight)
 
     def backward(self, tokens: int, scored: int, *, learns_weights: bool) -> None:
         """Multiply as the way back does: gradients of inputs and, if the weights are learnt, of these."""

@@ -34,8 +34,9 @@ _FORMS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 _SILU = type(ACT2FN["silu"])
 FIXED_ANGLES = ("default", "linear", "llama3")
 """Kinds of rotary angles that do not depend on how long a pass is."""
-FEW_ROWS = range(4, 225)
-"""Of which our products take less time than PyTorch's: a half of it for 16 rows on one core, all of it for 224."""
+FEW_ROWS = {torch.float32: range(4, 225), torch.bfloat16: range(4, 129)}
+"""Rows of float32 whose products with weights of a dtype take less time in our kernel than in PyTorch, with AVX."""
+_HAS_VECTORS = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 WORTH_A_GRAPH = 16
 """Tokens to come, at least: to record one is more work than to draw one."""
 
@@ -230,8 +231,8 @@ class _Product:
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
         bases = [_base_of(each) for each in layers]
-        self._is_wide = is_widened(bases[0])
-        weights = [base.weight.detach() if self._is_wide else base.weight.detach().to(dtype) for base in bases]
+        is_wide = is_widened(bases[0])
+        weights = [base.weight.detach() if is_wide else base.weight.detach().to(dtype) for base in bases]
         self._held, self._weights = weights, _side_by_side(weights)  # the memory is the first ones'
         self._bias = None
         if any(base.bias is not None for base in bases):
@@ -243,14 +244,8 @@ class _Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N O] from [N I]."""
-        if _is_for_kernel(x, self._weights[0]):
-            sizes = [len(each) for each in self._weights]
-            out = x.new_empty(len(x), sum(sizes))
-            for each, part in zip(self._weights, out.split(sizes, dim=1), strict=True):
-                _multiply(x, each, part)
-        else:
-            parts = [wide_product(x, each) if self._is_wide else nn.functional.linear(x, each) for each in self._weights]
-            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        parts = [product(x, each) for each in self._weights]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         if self._bias is not None:
             out += self._bias
         if self._factors is not None:
@@ -284,24 +279,31 @@ class _Factors(NamedTuple):
 
     def add(self, x: Tensor, out: Tensor) -> None:
         """Add what the adapters do with an input to its product, in place."""
-        if _is_for_kernel(x, self.a):
-            low = x.new_empty(len(x), len(self.a))
-            _multiply(x, self.a, low)
-            for ranks, outputs, b in self.parts:
-                _multiply(low[:, ranks], b, out[:, outputs], adds=True)
-            return
-        low = x @ self.a.T
+        low = product(x, self.a)
         for ranks, outputs, b in self.parts:
-            out[:, outputs].addmm_(low[:, ranks], b.T)
+            if _has_product(x, b):
+                _multiply(low[:, ranks], b, out[:, outputs], adds=True)
+            else:
+                out[:, outputs].addmm_(low[:, ranks], b.T)
 
 
-def _is_for_kernel(x: Tensor, weight: Tensor) -> bool:
-    return len(x) in FEW_ROWS and x.dtype == weight.dtype == torch.float32 and has_kernels(x)
+def product(x: Float[Tensor, "N I"], weight: Float[Tensor, "O I"]) -> Float[Tensor, "N O"]:
+    """Return x W^T in the dtype of x, by our kernel or by PyTorch, whichever takes less time."""
+    if _has_product(x, weight):
+        out = x.new_empty(len(x), len(weight))
+        _multiply(x, weight, out)
+        return out
+    return nn.functional.linear(x, weight) if x.dtype == weight.dtype else wide_product(x, weight)
+
+
+def _has_product(x: Tensor, weight: Tensor) -> bool:
+    is_fast = _HAS_VECTORS and len(x) in FEW_ROWS.get(weight.dtype, ())
+    return is_fast and x.dtype == torch.float32 and weight.is_contiguous() and has_kernels(weight)
 
 
 def _multiply(x: Tensor, weight: Tensor, out: Tensor, *, adds: bool = False) -> None:
     """Write x W^T to `out`, or add it to what is there."""
-    call("multiply", x.dtype, x, weight, out, x.stride(0), out.stride(0), len(x), *weight.shape, adds)
+    call("multiply", weight.dtype, x, weight, out, x.stride(0), out.stride(0), len(x), *weight.shape, adds)
 
 
 def _side_by_side(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -24,8 +24,8 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-e
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "half"}
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SHAPE = (_INTEGER,) * 4
-_IN_FLOAT = {"multiply": (*(_POINTER,) * 3, *_SHAPE, _INTEGER, _INTEGER)}
 _ARGUMENTS = {
+    "multiply": (*(_POINTER,) * 3, *_SHAPE, _INTEGER, _INTEGER),
     "norm": (*(_POINTER,) * 4, _INTEGER, _INTEGER, _FLOAT),
     "gate": (_POINTER, _POINTER, _INTEGER, _INTEGER),
     "turn": (*(_POINTER,) * 5, _INTEGER, _INTEGER, *_SHAPE),
@@ -93,10 +93,10 @@ def _load() -> Library:
         ctypes.CDLL(place, mode=ctypes.RTLD_GLOBAL)
     try:
         functions = ctypes.CDLL(str(file))
-        named = {f"{kernel}_{suffix}": types for kernel, types in _ARGUMENTS.items() for suffix in _SUFFIXES.values()}
-        for name_in_it, types in (named | {f"{kernel}_float": types for kernel, types in _IN_FLOAT.items()}).items():
-            function = getattr(functions, name_in_it)  # kept by the library; an item is made anew
-            function.argtypes, function.restype = types, None
+        for kernel, types in _ARGUMENTS.items():
+            for suffix in _SUFFIXES.values():
+                function = getattr(functions, f"{kernel}_{suffix}")  # kept by the library; an item is made anew
+                function.argtypes, function.restype = types, None
     except (OSError, AttributeError) as error:
         raise KernelError(f"its kernel {file} cannot be loaded ({error}); delete that file") from error
     return Library(name, functions)

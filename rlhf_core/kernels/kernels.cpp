@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -321,8 +322,8 @@ void read_backward(const T* logits, const int64_t* tokens, float temperature, co
 // --- products of few rows
 //
 // Libraries copy a matrix into an order of their own at each product, which for few rows takes longer than the product.
-// Here the rows are copied, and the matrix is read once, as it lies: each of its numbers times a vector that has one
-// input of several rows. A result is a sum over the inputs in their order.
+// Here the rows are copied, and the matrix is read as it lies: each of its numbers times vectors that have one input of
+// several rows. A result is a sum over the inputs in their order.
 
 #if defined(__AVX512F__)
 constexpr int64_t lanes = 16, held = 24;  // rows of a vector; vectors of sums that fit into registers
@@ -339,28 +340,47 @@ struct Product {
     bool adds;                              // to what is in `out`
 };
 
+// Numbers that lie one after another and are read at once; of several, each in all places of a vector.
+inline void spread(const float* from, float (&out)[1]) { out[0] = *from; }
+
+inline void spread(const Half* from, Vector (&out)[2]) {
+    typedef uint32_t Bits __attribute__((vector_size(4 * lanes)));
+    uint32_t both;
+    std::memcpy(&both, from, 4);
+    Bits bits = Bits{} + both, first = bits << 16, second = bits & 0xffff0000u;
+    std::memcpy(&out[0], &first, sizeof first);
+    std::memcpy(&out[1], &second, sizeof second);
+}
+
 // `width` outputs of up to V vectors of rows. What is ahead is fetched meanwhile.
-template <int64_t V, int64_t width>
-void multiply_block(const float* turned, int64_t step, const float* weight, const float* ahead, float* out, int64_t rows,
+template <int64_t V, int64_t width, typename W>
+void multiply_block(const float* turned, int64_t step, const W* weight, const W* ahead, float* out, int64_t rows,
                     const Product& product) {
-    Vector sums[width][V];
-    for (auto& line : sums)
-        for (auto& sum : line) sum = Vector{};
-    const int64_t inputs = product.inputs;
+    Vector sums[width][V] = {};
+    const int64_t inputs = product.inputs, vectors = step / lanes;
+    constexpr int64_t at_once = sizeof(float) / sizeof(W), line = 64 / sizeof(W), lines = (width * 4 + line - 1) / line;
     auto take = [&](int64_t i) __attribute__((always_inline)) {
         const Vector* x = reinterpret_cast<const Vector*>(turned + i * step);
 #pragma GCC unroll 12
-        for (int64_t n = 0; n < width; ++n)
+        for (int64_t n = 0; n < width; ++n) {
+            std::conditional_t<at_once == 1, float, Vector> numbers[at_once];
+            spread(weight + n * inputs + i, numbers);
+#pragma GCC unroll 2
+            for (int64_t each = 0; each < at_once; ++each)
 #pragma GCC unroll 3
-            for (int64_t v = 0; v < V; ++v) sums[n][v] += weight[n * inputs + i] * x[v];
+                for (int64_t v = 0; v < V; ++v) sums[n][v] += numbers[each] * x[each * vectors + v];
+        }
     };
     int64_t i = 0;
     for (; i + 4 <= inputs; i += 4) {
-        for (int64_t n = 0; n < (width + 3) / 4; ++n, ahead += 16) __builtin_prefetch(ahead, 0, 2);
+        for (int64_t n = 0; n < lines; ++n, ahead += line) __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 4
-        for (int64_t each = 0; each < 4; ++each) take(i + each);
+        for (int64_t more = 0; more < 4; more += at_once) take(i + more);
     }
-    for (; i < inputs; ++i) take(i);
+    for (; i < inputs; ++i)
+        for (int64_t n = 0; n < width; ++n)
+            for (int64_t v = 0; v < V; ++v)
+                sums[n][v] += to_float(weight[n * inputs + i]) * reinterpret_cast<const Vector*>(turned + i * step)[v];
     for (int64_t row = 0; row < rows; ++row)
 #pragma GCC unroll 12
         for (int64_t n = 0; n < width; ++n) {
@@ -369,8 +389,8 @@ void multiply_block(const float* turned, int64_t step, const float* weight, cons
         }
 }
 
-template <int64_t V>
-void multiply_strip(const float* turned, int64_t step, const float* weight, const float* ahead, float* out, int64_t rows,
+template <int64_t V, typename W>
+void multiply_strip(const float* turned, int64_t step, const W* weight, const W* ahead, float* out, int64_t rows,
                     int64_t outputs, const Product& product) {
     constexpr int64_t width = std::min<int64_t>(held / V, 12);
     int64_t n = 0, inputs = product.inputs;
@@ -381,7 +401,8 @@ void multiply_strip(const float* turned, int64_t step, const float* weight, cons
 }
 
 // x W^T, of x [rows inputs] and W [outputs inputs].
-void multiply(const float* x, const float* weight, float* out, int64_t across, Product product) {
+template <typename W>
+void multiply(const float* x, const W* weight, float* out, int64_t across, Product product) {
     const int64_t rows = product.rows, inputs = product.inputs, outputs = product.outputs;
     const int64_t vectors = (rows + lanes - 1) / lanes, step = vectors * lanes;
     const int64_t parts = (vectors + most_vectors - 1) / most_vectors;
@@ -389,7 +410,7 @@ void multiply(const float* x, const float* weight, float* out, int64_t across, P
     memory.resize(std::max<size_t>(memory.size(), size_t(step * inputs + lanes)));
     float* turned = memory.data();
     while (reinterpret_cast<uintptr_t>(turned) % sizeof(Vector)) ++turned;
-#pragma omp parallel if (rows * outputs * inputs > 1 << 20)
+#pragma omp parallel if (rows * outputs * inputs > 1 << 18)
     {
 #pragma omp for schedule(static)
         for (int64_t begin = 0; begin < inputs; begin += lanes) {
@@ -399,11 +420,11 @@ void multiply(const float* x, const float* weight, float* out, int64_t across, P
         }
 #pragma omp for schedule(static)
         for (int64_t n = 0; n < outputs; n += strip) {
-            const float* lines = weight + n * inputs;
+            const W* lines = weight + n * inputs;
             int64_t width = std::min(strip, outputs - n), done = 0;
             for (int64_t part = 0; part < parts; ++part) {
                 int64_t taken = (vectors - done + parts - part - 1) / (parts - part), row = done * lanes;
-                auto on = taken == 1 ? multiply_strip<1> : taken == 2 ? multiply_strip<2> : multiply_strip<3>;
+                auto on = taken == 1 ? multiply_strip<1, W> : taken == 2 ? multiply_strip<2, W> : multiply_strip<3, W>;
                 on(turned + row, step, lines, part == 0 ? lines + strip * inputs : lines, out + row * product.stride + n,
                    std::min(rows - row, taken * lanes), width, product);
                 done += taken;
@@ -439,6 +460,10 @@ void multiply(const float* x, const float* weight, float* out, int64_t across, P
         read_backward<T>(logits, tokens, temperature, largest, log_sums, entropies, of_log_probs, of_entropies, out, places,  \
                 words);                                                                                              \
     }                                                                                                                \
+    void multiply_##name(const float* x, const T* weight, float* out, int64_t across, int64_t stride, int64_t rows,  \
+                         int64_t outputs, int64_t inputs, int64_t adds) {                                            \
+        multiply<T>(x, weight, out, across, Product{rows, outputs, inputs, stride, adds != 0});                      \
+    }                                                                                                                \
     void turn_##name(T* qkv, const T* cosines, const T* sines, T* keys, T* values, int64_t rows, int64_t at,         \
                      int64_t heads, int64_t shared, int64_t size, int64_t length) {                                  \
         turn<T>(qkv, cosines, sines, keys, values, rows, at, Kept{heads, shared, size, length});                     \
@@ -450,9 +475,4 @@ void multiply(const float* x, const float* weight, float* out, int64_t across, P
 
 extern "C" {
 FOR_EACH_NUMBER(ENTRIES)
-
-void multiply_float(const float* x, const float* weight, float* out, int64_t across, int64_t stride, int64_t rows,
-                    int64_t outputs, int64_t inputs, int64_t adds) {
-    multiply(x, weight, out, across, Product{rows, outputs, inputs, stride, adds != 0});
-}
 }

@@ -146,3 +146,41 @@ def test_pytorchs_default_dtype_changes_nothing(default: torch.dtype) -> None:
     finally:
         torch.set_default_dtype(before)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 33, 49, 100])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (24, 64), (37, 71), (130, 2), (100, 257)])
+def test_a_product_of_few_rows_is_that_of_doubles(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, before = (torch.randn(rows, each + 3, generator=generator)[:, :each] for each in (inputs, outputs))
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    expected = x.double() @ weight.double().T
+
+    def product(rows: slice = slice(None), *, adds: bool = False) -> torch.Tensor:
+        wide = torch.randn(len(x[rows]), outputs + 5)
+        out = wide[:, :outputs].copy_(before[rows])
+        kept = wide[:, outputs:].clone()
+        call = x[rows], weight, out, x.stride(0), out.stride(0), len(out), outputs, inputs, adds
+        compiled.call("multiply", dtype, *call)
+        assert torch.equal(wide[:, outputs:], kept)
+        return out
+
+    torch.testing.assert_close(product().double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(product(adds=True).double(), before + expected, rtol=1e-5, atol=1e-4)
+    one = slice(rows // 2, rows // 2 + 1)
+    assert torch.equal(product(one), product()[one])
+
+
+def test_a_product_does_not_depend_on_threads() -> None:
+    x, weight, threads = torch.randn(40, 300), torch.randn(500, 300), torch.get_num_threads()
+    found = []
+    try:
+        for torch_threads in (1, 2, 3):
+            torch.set_num_threads(torch_threads)
+            found.append(torch.empty(40, 500))
+            compiled.call("multiply", x.dtype, x, weight, found[-1], 300, 500, 40, 500, 300, False)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

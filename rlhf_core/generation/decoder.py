@@ -68,6 +68,16 @@ def _is_known(linear: Any) -> bool:
     return type(linear) is nn.Linear or is_widened(linear)
 
 
+class PromptPass(NamedTuple):
+    """What a model's own layers kept of some prompts, which they read together."""
+
+    rows: Int[Tensor, " R"]
+    """Their places among all prompts."""
+    cache: DynamicCache
+    padding: Int[Tensor, " R"]
+    """Tokens of it in each row: before the row's own, and behind those that all share."""
+
+
 class Decoder:
     """Reads a model's weights, and keeps keys and values of rows that grow by a token at a time.
 
@@ -76,8 +86,7 @@ class Decoder:
 
     Args:
         model: what `can_decode` says yes to, in evaluation mode.
-        prompts: keys and values of its prompts, as its own pass kept them; they are taken out of it.
-        padding: tokens of it in each row: before the row's own, and behind those that all share.
+        passes: all prompts, as its own passes kept them; keys and values are taken out of them.
         length: tokens of a row at most, padding included.
         shared: how many tokens all prompts begin with.
         graphs: record steps on CUDA.
@@ -86,31 +95,35 @@ class Decoder:
     def __init__(
         self,
         model: Any,
-        prompts: DynamicCache,
-        padding: Int[Tensor, " R"],
+        passes: Sequence[PromptPass],
         length: int,
         *,
         shared: int = 0,
         graphs: bool = False,
     ) -> None:
         inner = unwrapped(model)
-        one = prompts.layers[0].keys
+        one = passes[0].cache.layers[0].keys
         dtype = _arithmetic(inner, one)
-        self._model, self._firsts = inner.model, padding
-        self._may_record = graphs and _can_record(padding) and inner.model.rotary_emb.rope_type in FIXED_ANGLES
+        self._model, self._firsts = inner.model, one.new_empty(sum(len(each.rows) for each in passes), dtype=torch.long)
+        self._may_record = graphs and _can_record(one) and inner.model.rotary_emb.rope_type in FIXED_ANGLES
         self._graph: _Graph | None = None
         self._layers = [_Layer.of(layer, dtype) for layer in inner.model.layers]
         self._norm, self._head = _Norm.of(inner.model.norm, dtype), _Product([inner.lm_head], dtype)
-        self.length = one.shape[2]
+        widths = [each.cache.get_seq_length() for each in passes]
+        self.length = max(widths)
         """Tokens that are kept of each row."""
+        for each, width in zip(passes, widths, strict=True):
+            self._firsts[each.rows] = each.padding + (self.length - width)
         self._kept = []
-        for layer in prompts.layers:
-            rows, heads, width, size = layer.keys.shape
-            keys = layer.keys.new_zeros(rows, heads, size, length, dtype=dtype)
-            values = layer.keys.new_zeros(rows, heads, length, size, dtype=dtype)
-            made = [_without_gap(each, padding, shared) for each in (layer.keys, layer.values)]
-            keys[..., :width], values[:, :, :width] = made[0].transpose(2, 3), made[1]
-            layer.keys = layer.values = None
+        _, heads, _, size = one.shape
+        for number in range(len(self._layers)):
+            keys = one.new_zeros(len(self._firsts), heads, size, length, dtype=dtype)
+            values = one.new_zeros(len(self._firsts), heads, length, size, dtype=dtype)
+            for each, width in zip(passes, widths, strict=True):
+                layer, places = each.cache.layers[number], slice(self.length - width, self.length)
+                keys[each.rows, :, :, places] = _without_gap(layer.keys, each.padding, shared).transpose(2, 3).to(dtype)
+                values[each.rows, :, places] = _without_gap(layer.values, each.padding, shared).to(dtype)
+                layer.keys = layer.values = None
             self._kept.append((keys, values))
 
     def keep(self, rows: Int[Tensor, " N"]) -> None:

@@ -1,12 +1,13 @@
 """The engines that make the responses: our own decoding loop, transformers' `generate` as a check on it, and vLLM.
 
-Ours makes one forward pass over the prompts, then one per token, with keys and values whose greatest length is known
-from the start: by `Decoder` for models of Llama's form, by transformers' layers for others.
+Ours passes over the prompts, then over a token of each row at a time, with keys and values whose greatest length is
+known from the start: by `Decoder` for models of Llama's form, by transformers' layers for others.
 `generate` draws by the same uniforms, and is slower. vLLM, where it is installed, does, too (`vllm_engine.py`).
 """
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
@@ -26,12 +27,13 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.generation.decoder import FIXED_ANGLES, Decoder, can_decode
+from rlhf_core.generation.decoder import FIXED_ANGLES, Decoder, PromptPass, can_decode
 from rlhf_core.generation.responses import Responses, pad_left, watch
 from rlhf_core.generation.sampling import chooser
 from rlhf_core.generation.vllm_engine import VllmEngine
 from rlhf_core.models.saving import quiet
 from rlhf_core.models.trunk import device_of, evaluating, forward_takes, max_positions, unwrapped
+from rlhf_core.training.micro_batches import cost_on, of_like_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -299,20 +301,30 @@ def _read_with_own_layers(
 def _read_to_decode(
     model: Any, prompts: Sequence[Sequence[int]], pad_id: int, new_tokens: int, device: torch.device, *, graphs: bool
 ) -> tuple[_Steps, Tensor]:
-    """Return a decoder that goes on from the prompts, whose common beginning is read once, and the first scores."""
+    """Return a decoder that goes on from the prompts, and the first scores.
+
+    What all begin with is read once, and the rest in passes over prompts of like length.
+    """
     angles_stay = unwrapped(model).model.rotary_emb.rope_type in FIXED_ANGLES
     shared = _shared_tokens(prompts) if angles_stay else 0
-    cache = DynamicCache(config=unwrapped(model).config)
+    beginning = DynamicCache(config=unwrapped(model).config)
     if shared:
-        beginning = torch.tensor([prompts[0][:shared]], device=device)
-        _last_logits(model, beginning, torch.ones_like(beginning), torch.arange(shared, device=device)[None], cache)
-        cache.batch_repeat_interleave(len(prompts))
-    tokens, mask = pad_left([prompt[shared:] for prompt in prompts], pad_id, device)
-    seen = torch.cat([mask.new_ones(len(prompts), shared), mask], dim=-1)
-    positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, shared:]
-    logits = _last_logits(model, tokens, seen, positions, cache)
-    padding = tokens.shape[1] - mask.sum(-1)
-    return Decoder(model, cache, padding, seen.shape[1] + new_tokens, shared=shared, graphs=graphs), logits
+        ids = torch.tensor([prompts[0][:shared]], device=device)
+        _last_logits(model, ids, torch.ones_like(ids), torch.arange(shared, device=device)[None], beginning)
+    own = [prompt[shared:] for prompt in prompts]
+    passes, logits = [], []
+    for places in of_like_length([len(each) for each in own], len(own), cost_on(device, model)):
+        cache = copy.deepcopy(beginning)
+        if shared:
+            cache.batch_repeat_interleave(len(places))
+        tokens, mask = pad_left([own[place] for place in places], pad_id, device)
+        seen = torch.cat([mask.new_ones(len(places), shared), mask], dim=-1)
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, shared:]
+        logits.append(_last_logits(model, tokens, seen, positions, cache))
+        passes.append(PromptPass(torch.tensor(places, device=device), cache, tokens.shape[1] - mask.sum(-1)))
+    order = torch.cat([each.rows for each in passes]).argsort()
+    length = max(map(len, prompts)) + new_tokens
+    return Decoder(model, passes, length, shared=shared, graphs=graphs), torch.cat(logits)[order]
 
 
 def _shared_tokens(prompts: Sequence[Sequence[int]]) -> int:

@@ -18,6 +18,7 @@ from rlhf_core.kernels import compiled
 from rlhf_core.models.base import load_base, open_base
 from rlhf_core.models.shape import PassRows, Shape
 from rlhf_core.models.trunk import autocast
+from rlhf_core.training.micro_batches import PassCost
 from tests.unit.models.architectures import ARCHITECTURES, tiny_causal_lm
 from tests.unit.models.test_adapted_linear import two_sets
 
@@ -94,6 +95,28 @@ def test_what_all_prompts_begin_with_is_read_once(
     shared = {4: 2, 3: 2, 1: 0}[len(prompts[0])]
     longest = max(map(len, prompts))
     assert read == [(1, shared)] * bool(shared) + [(len(prompts), longest - shared)]
+    check_same(model)
+
+
+@pytest.mark.parametrize("architecture", OURS)
+@pytest.mark.parametrize("begins", [[], [5, 6, 7, 8]])
+def test_prompts_of_like_length_are_read_together(
+    architecture: str, begins: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = two_sets(tiny_causal_lm(architecture))
+    prompts = [begins + [30 + row + place for place in range(length)] for row, length in enumerate([9, 2, 8, 2, 5, 9])]
+    monkeypatch.setattr(f"{__name__}.PROMPTS", [*prompts, prompts[2]])
+    monkeypatch.setattr(engine, "WORTH_A_PASS", 1)
+    monkeypatch.setattr(engine, "cost_on", lambda *_: PassCost(4, most=20))
+    read: list[tuple[int, ...]] = []
+    plain = engine._last_logits
+    monkeypatch.setattr(
+        engine,
+        "_last_logits",
+        lambda model, tokens, *others: read.append(tuple(tokens.shape)) or plain(model, tokens, *others),
+    )
+    generated(model)
+    assert read == [(1, len(begins))] * bool(begins) + [(2, 9), (2, 8), (2, 2)]
     check_same(model)
 
 

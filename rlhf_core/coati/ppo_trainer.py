@@ -242,7 +242,7 @@ class PPOTrainer(OLTrainer):
         self._numbers = PromptNumbers(options.samples_per_prompt, self.ranks)
         self.episode = EpisodeLearner(
             self.learner, seed=seed, train_batch_size=train_batch_size, accumulation_steps=accumulation_steps,
-            sample_buffer=sample_buffer, demonstrations=self._demonstrations, keep=self._keep_batch,
+            sample_buffer=sample_buffer, own_makers=True, demonstrations=self._demonstrations, keep=self._keep_batch,
             decode=tokenizer.decode, hooks=_Steps(self),
         )  # fmt: skip
         self._loop = Loop(

@@ -204,7 +204,7 @@ class RunTrainer(GroupMember):
             self._rollouts.scheduler.start()
         episodes = EpisodeLearner(
             self._learner, seed=self._seed, train_batch_size=self._config.train_batch_size, is_shared=True,
-            keep=self._keep_batch,
+            own_makers=True, keep=self._keep_batch,
         )  # fmt: skip
         if state is not None:
             episodes.position = state.position

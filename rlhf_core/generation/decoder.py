@@ -35,7 +35,7 @@ _SILU = type(ACT2FN["silu"])
 FIXED_ANGLES = ("default", "linear", "llama3")
 """Kinds of rotary angles that do not depend on how long a pass is."""
 FEW_ROWS = {torch.float32: range(4, 225), torch.bfloat16: range(4, 129)}
-"""Rows of float32 whose products with weights of a dtype take less time in our kernel than in PyTorch, with AVX."""
+"""How many rows of float32 our kernel multiplies faster than PyTorch, by the weights' dtype; measured with AVX."""
 _HAS_VECTORS = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 WORTH_A_GRAPH = 16
 """Tokens to come, at least: to record one is more work than to draw one."""
@@ -311,7 +311,8 @@ def product(x: Float[Tensor, "N I"], weight: Float[Tensor, "O I"]) -> Float[Tens
 
 def _has_product(x: Tensor, weight: Tensor) -> bool:
     is_fast = _HAS_VECTORS and len(x) in FEW_ROWS.get(weight.dtype, ())
-    return is_fast and x.dtype == torch.float32 and weight.is_contiguous() and has_kernels(weight)
+    is_plain = x.dtype == torch.float32 and x.stride(1) == 1 and weight.is_contiguous()
+    return is_fast and is_plain and has_kernels(weight)
 
 
 def _multiply(x: Tensor, weight: Tensor, out: Tensor, *, adds: bool = False) -> None:

@@ -340,7 +340,7 @@ struct Product {
     bool adds;                              // to what is in `out`
 };
 
-// Numbers that lie one after another and are read at once; of several, each in all places of a vector.
+// Reads one float, or two numbers of 16 bits, of which each fills a vector.
 inline void spread(const float* from, float (&out)[1]) { out[0] = *from; }
 
 inline void spread(const Half* from, Vector (&out)[2]) {
@@ -422,10 +422,11 @@ void multiply(const float* x, const W* weight, float* out, int64_t across, Produ
         for (int64_t n = 0; n < outputs; n += strip) {
             const W* lines = weight + n * inputs;
             int64_t width = std::min(strip, outputs - n), done = 0;
+            const W* ahead = n + 2 * strip <= outputs ? lines + strip * inputs : lines;
             for (int64_t part = 0; part < parts; ++part) {
                 int64_t taken = (vectors - done + parts - part - 1) / (parts - part), row = done * lanes;
                 auto on = taken == 1 ? multiply_strip<1, W> : taken == 2 ? multiply_strip<2, W> : multiply_strip<3, W>;
-                on(turned + row, step, lines, part == 0 ? lines + strip * inputs : lines, out + row * product.stride + n,
+                on(turned + row, step, lines, part == 0 ? ahead : lines, out + row * product.stride + n,
                    std::min(rows - row, taken * lanes), width, product);
                 done += taken;
             }

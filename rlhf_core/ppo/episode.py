@@ -82,6 +82,8 @@ class EpisodeLearner:
         sample_buffer: each pass is one batch, drawn at random, instead of all rows.
         is_shared: every rank is given all rows of an episode, and learns its share of each minibatch; otherwise each
             rank has rows of its own.
+        own_makers: whether makers have their weights from this learner alone, and a row's `policy_version` is the
+            number of episodes that these have learnt.
         demonstrations: of the steps; None takes the learner's own.
         keep: keeps a batch that could not be learnt from; None keeps none.
         decode: returns the text of token ids, for a batch that is kept.
@@ -100,12 +102,14 @@ class EpisodeLearner:
         accumulation_steps: int = 1,
         sample_buffer: bool = False,
         is_shared: bool = False,
+        own_makers: bool = False,
         demonstrations: NextDemonstrations | None = None,
         keep: KeepBatch | None = None,
         decode: Callable[[list[int]], str] = lambda ids: " ".join(map(str, ids)),
         hooks: Hooks | None = None,
     ) -> None:
         self.learner, self.is_shared, self.keep = learner, is_shared, keep
+        self._own_makers = own_makers
         self._seed, self._accumulation_steps, self._sample_buffer = seed, accumulation_steps, sample_buffer
         self._train_batch_size = train_batch_size
         if demonstrations is None:
@@ -229,8 +233,10 @@ class EpisodeLearner:
 
     def _restated(self, experience: Experience, *, number: int = 0) -> Experience:
         """Return the rows as the learner sees them before a pass, cut as that pass is."""
-        versions = experience.policy_version
-        is_own = number == 0 and not self.learner.ranks.any(bool((versions != self.position.episode).any()))
+        is_own = self._own_makers and number == 0
+        if is_own:
+            is_other = bool((experience.policy_version != self.position.episode).any())
+            is_own = not self.learner.ranks.any(is_other)
         batches = minibatch_order(
             seed=self._seed, episode=self.position.episode, epoch=number, samples=len(experience),
             batch_size=self._batch_size * self._accumulation_steps,
@@ -285,7 +291,7 @@ def learn_episode(
         TrainingError: on all ranks, if there are no rows, not the same on each, or a number is not finite.
     """
     learning = EpisodeLearner(
-        learner, seed=seed, train_batch_size=learner.config.train_batch_size, is_shared=True, keep=keep
+        learner, seed=seed, train_batch_size=learner.config.train_batch_size, is_shared=True, own_makers=True, keep=keep
     )
     learning.position.episode = episode
     learning.begin(experience, samples)

@@ -220,11 +220,11 @@ class PPOLearner:
         shared: bool = False,
         is_own: bool = False,
     ) -> Experience:
-        """Return experience with `action_log_probs` from the learner's own forward pass, on its device.
+        """Return experience, on the learner's device, with `action_log_probs` of its own weights.
 
-        The maker's numbers come from another dtype and batch; with them, the ratio would not start at 1. The rows are
-        cut as in the first pass, so that there it is 1 exactly. Where all is float32, the maker's numbers of rows that
-        are the learner's own stand: the ratio then starts at 1 but for rounding.
+        They are from its own forward pass: the maker's come from another dtype and batch, and with them, the ratio
+        would not start at 1. The rows are cut as in the first pass, so that there it is 1 exactly. Only in float32 the
+        maker's stay, of rows that the learner's weights sampled: the ratio then starts at 1 but for rounding.
 
         With `critic_init` reward_model the first call of a run also fits the critic's head to the returns of this
         experience, and restates what the critic said of it. Later calls do not: to recompute again what was restated,
@@ -243,7 +243,7 @@ class PPOLearner:
             raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
         with self._as_begun():
             batch = self._with_rescaled_values(self._on_device(experience), ALONE if shared else self.ranks)
-            if "actor" not in self._roles or (is_own and self._makers_suffice):
+            if "actor" not in self._roles or (is_own and self._takes_notes):
                 return batch
             steps = [np.arange(len(batch))] if minibatches is None else minibatches
             own = first_logprobs(self._roles["actor"], batch, steps, self.ranks if shared else ALONE, self._context())
@@ -363,11 +363,11 @@ class PPOLearner:
         return self._cost._replace(most=NO_LIMIT) if self._rows == AS_TREE else self._cost
 
     @property
-    def _makers_suffice(self) -> bool:
-        """Whether a maker that holds this learner's weights knows the old log-probabilities but for rounding."""
-        config = self.config
-        exact = config.dtype == "float32" and notes_suffice(config, config)
-        return exact and config.correction == "none" and self._rows == IN_SHORT_PASSES  # not where 0.3 began the run
+    def _takes_notes(self) -> bool:
+        config, is_float32 = self.config, self.config.dtype == "float32"
+        if not is_float32 or config.correction != "none" or self._rows != IN_SHORT_PASSES:  # of an earlier release
+            return False
+        return notes_suffice(config, config, self.actor)
 
     def _as_begun(self) -> AbstractContextManager[None]:
         return each_by_itself() if self._rows is None else nullcontext()

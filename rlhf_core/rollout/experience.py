@@ -225,7 +225,7 @@ class ExperienceMaker:
         return drawn
 
     def _run_models(self, batch: ScoringBatch, drawn: Generation) -> Forwards:
-        noted = notes_suffice(self.config, self.generation) and not self.greedy
+        noted = notes_suffice(self.config, self.generation, self.actor) and not self.greedy
         return Forwards(
             logprobs=drawn.log_probs if noted else self._logprobs(self.actor, batch),
             ref_logprobs=self._ref_logprobs(batch),

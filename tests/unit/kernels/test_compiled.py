@@ -14,6 +14,7 @@ import torch
 
 from rlhf_core.errors import ModelError
 from rlhf_core.generation import sampling
+from rlhf_core.generation.decoder import product
 from rlhf_core.generation.sampling import choose_greedy, choose_sampled
 from rlhf_core.kernels import compiled
 
@@ -157,7 +158,7 @@ def test_a_product_of_few_rows_is_that_of_doubles(dtype: torch.dtype, rows: int,
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     expected = x.double() @ weight.double().T
 
-    def product(rows: slice = slice(None), *, adds: bool = False) -> torch.Tensor:
+    def made(rows: slice = slice(None), *, adds: bool = False) -> torch.Tensor:
         wide = torch.randn(len(x[rows]), outputs + 5)
         out = wide[:, :outputs].copy_(before[rows])
         kept = wide[:, outputs:].clone()
@@ -166,10 +167,19 @@ def test_a_product_of_few_rows_is_that_of_doubles(dtype: torch.dtype, rows: int,
         assert torch.equal(wide[:, outputs:], kept)
         return out
 
-    torch.testing.assert_close(product().double(), expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(product(adds=True).double(), before + expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(made().double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(made(adds=True).double(), before + expected, rtol=1e-5, atol=1e-4)
     one = slice(rows // 2, rows // 2 + 1)
-    assert torch.equal(product(one), product()[one])
+    assert torch.equal(made(one), made()[one])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 4, 128, 129, 224, 225])
+def test_whoever_makes_a_product_it_is_the_same(rows: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(rows, 60), torch.randn(90, 60).to(dtype)
+    expected = (x.double() @ weight.double().T).float()
+    torch.testing.assert_close(product(x, weight), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(product(x.T.contiguous().T, weight), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_a_product_does_not_depend_on_threads() -> None:

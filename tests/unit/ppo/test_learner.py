@@ -11,10 +11,11 @@ import torch
 
 from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.errors import TrainingError
+from rlhf_core.generation import notes_suffice
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_state
 from rlhf_core.ppo import learner as learner_module
-from rlhf_core.ppo.episode import learn_episode
+from rlhf_core.ppo.episode import EpisodeLearner, learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.training import micro_batches
 from rlhf_core.training.micro_batches import AS_TREE, IN_SHORT_PASSES, MOST_TOKENS, PASS_TOKENS
@@ -322,21 +323,34 @@ def test_the_makers_numbers_of_this_policys_own_rows_teach_what_recomputed_ones_
 
 
 @pytest.mark.parametrize(
-    ("changes", "version", "rows"),
+    ("changes", "version", "rows", "own_makers"),
     [
-        ({"rollout_dtype": "bfloat16"}, 0, IN_SHORT_PASSES),
-        ({"dtype": "bfloat16"}, 0, IN_SHORT_PASSES),
-        ({"engine": "vllm"}, 0, IN_SHORT_PASSES),
-        ({"top_k": 5}, 0, IN_SHORT_PASSES),
-        ({"legacy": True}, 0, IN_SHORT_PASSES),
-        ({"correction": "truncated"}, 0, IN_SHORT_PASSES),
-        ({}, -1, IN_SHORT_PASSES),
-        ({}, 0, AS_TREE),
+        ({"rollout_dtype": "bfloat16"}, 0, IN_SHORT_PASSES, True),
+        ({"dtype": "bfloat16"}, 0, IN_SHORT_PASSES, True),
+        ({"engine": "vllm"}, 0, IN_SHORT_PASSES, True),
+        ({"top_k": 5}, 0, IN_SHORT_PASSES, True),
+        ({"legacy": True}, 0, IN_SHORT_PASSES, True),
+        ({"correction": "truncated"}, 0, IN_SHORT_PASSES, True),
+        ({}, -1, IN_SHORT_PASSES, True),
+        ({}, 0, AS_TREE, True),
+        ({}, 0, IN_SHORT_PASSES, False),
     ],
 )
-def test_other_rows_are_recomputed(changes: dict[str, object], version: int, rows: str) -> None:
+def test_other_rows_are_recomputed(changes: dict[str, object], version: int, rows: str, own_makers: bool) -> None:
     ours = learner(**{**ALL_FLOAT32, **changes})
     ours.load_facts({"steps": 0, "value_line": None, "rows": rows})
     experience = tiny_experience()
-    experience = experience.replace(policy_version=torch.full_like(experience.policy_version, version))
-    assert learn_episode(ours, experience, seed=0, episode=0)[0].max_ratio == pytest.approx(1.0, abs=1e-2)
+    experience.policy_version[3] = version
+    learning = EpisodeLearner(ours, seed=0, train_batch_size=4, is_shared=True, own_makers=own_makers)
+    learning.begin(experience)
+    assert learning.learning is not None
+    assert not torch.equal(learning.learning.learnt.action_log_probs, experience.action_log_probs)
+    assert learning.learn(1)[0].max_ratio == pytest.approx(1.0, abs=1e-2)
+
+
+def test_a_model_of_other_arithmetic_than_the_configurations_reads_its_rows_itself() -> None:
+    options = CONFIG.model_copy(update=ALL_FLOAT32)
+    model = tiny_llama()
+    assert notes_suffice(options, options, model)
+    model.lm_head.bfloat16()
+    assert not notes_suffice(options, options, model)

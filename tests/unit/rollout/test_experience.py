@@ -56,6 +56,13 @@ def test_where_notes_are_not_the_policys_own_the_actor_reads_its_responses(chang
     assert not torch.equal(experience.action_log_probs, experience.rollout_log_probs)
 
 
+def test_likeliest_tokens_are_read_again() -> None:
+    ours = maker()
+    ours.greedy = True
+    experience, _ = make(ours)
+    assert not torch.equal(experience.action_log_probs, experience.rollout_log_probs)
+
+
 @pytest.mark.parametrize("reward", [RewardConfig(), WITH_REWARD_MODEL])
 def test_rewards_advantages_and_returns_agree_with_their_definitions(reward: RewardConfig) -> None:
     experience, samples = make(maker(reward=reward))

@@ -21,6 +21,7 @@ from rlhf_core.coati.roles.roles import RayPPOActor, RayPPOCritic, RayPPOInitial
 from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
 from rlhf_core.rewards.scoring import Scores
+from rlhf_core.rollout.experience import token_logprobs
 from tests.unit.coati.roles.reference import (
     Reference,
     actor_figures,
@@ -123,6 +124,16 @@ def test_without_a_reward_model_an_untrained_head_scores_the_same_each_time(tmp_
     first, second = (role(RayPPORewardModel, args).calculate_r(drawn) for _ in range(2))
     assert first.total.tolist() == second.total.tolist()
     assert len(set(first.total.tolist())) > 1
+
+
+def test_an_actor_that_draws_from_all_tokens_in_float32_has_noted_what_it_thinks_of_them(tmp_path: Path) -> None:
+    actor = role(RayPPOActor, flags(write_inputs(tmp_path, "gpt2"), strategy="plain", top_k=0))
+    actor.set_prompts(texts())
+    drawn = actor.sample_prompts_and_make_sequence(0, 0)
+    noted = actor.calculate_action_log_probs(drawn)
+    assert (noted == drawn.rollout_log_probs).all()
+    read = token_logprobs(actor._plain, drawn.batch(), temperature=1.0, config=actor._config)
+    torch.testing.assert_close(torch.tensor(noted), read, rtol=0, atol=1e-5)
 
 
 def test_a_directory_without_a_reward_model_is_refused(tmp_path: Path) -> None:

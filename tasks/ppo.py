@@ -477,7 +477,7 @@ def _say_episode(record: EpisodeRecord, episodes: int) -> None:
     left = (episodes - record.episode - 1) * took
     metrics = record.metrics
     verified = f"verifier {metrics['verifier']:.3f}  " if "raw/verifier" in metrics else ""
-    figures = f"score {metrics['score']:.3f}  {verified}KL {metrics['kl']:.4f}"
+    figures = f"score {metrics['score']:.3f}  {verified}KL {metrics['kl']:z.4f}"
     if abstained := metrics.get("abstained"):
         figures += f"  {abstained:.0%} abstained"
     if revivals := int(record.rollouts.get("revivals", 0)):

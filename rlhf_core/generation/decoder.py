@@ -3,6 +3,7 @@
 transformers has some forty calls for a layer and token, most of them for little: q, k and v are three products, gate
 and up two, norms and rotary angles ten passes each, and attention reads its heads repeated. Here a layer is four
 products, and what lies between them is one pass over memory each: a kernel's where there are kernels, else PyTorch's.
+So are products of few rows in float32.
 
 Keys are kept with the tokens last, so that a query's products with them run along memory. Prompts go through
 transformers' own layers, and what these kept is taken over.

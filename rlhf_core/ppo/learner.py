@@ -255,7 +255,7 @@ class PPOLearner:
         Where every response of it abstains, on all ranks, there is none but that of the demonstrations.
 
         Args:
-            experience: this rank's rows of the minibatch, their `action_log_probs` recomputed; none if others have.
+            experience: this rank's rows of the minibatch, their `action_log_probs` by `recompute`; none if others have.
             ptx: this rank's demonstrations; needed if `config.ptx_coef` is above 0.
 
         Raises:

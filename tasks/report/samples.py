@@ -153,7 +153,7 @@ def _change_list(shown: Sequence[Mapping[str, str]]) -> str:
 def _sample_list(chosen: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(
         _told(
-            f"{sample['why']}: {_score(sample)}, KL {sample['kl']:.3f} nats, {counted(sample['length'], 'token')}",
+            f"{sample['why']}: {_score(sample)}, KL {sample['kl']:z.3f} nats, {counted(sample['length'], 'token')}",
             {
                 "problem": code(sample["prompt"].strip()),
                 "right answer": code(sample["answer"]) if sample.get("answer") else "",

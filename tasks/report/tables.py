@@ -259,7 +259,7 @@ def _ppo_figures(metrics: Metrics, episodes: Sequence[Metrics]) -> list[str]:
     what = "verifier" if metrics.get("first_raw/verifier") is not None else "score"
     return [
         number(metrics, f"first_{what}", what + " {:.3f}") + number(metrics, f"last_{what}", " to {:.3f}"),
-        number(metrics, "last_kl", "KL {:.3f} nats"),
+        number(metrics, "last_kl", "KL {:z.3f} nats"),
         prose(episodes_told(metrics)),
         f"{fmean(shares):.1%} of the reward's variance from the reward model" if shares else "",
         _trainers(metrics),

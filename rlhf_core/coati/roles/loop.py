@@ -322,7 +322,7 @@ def _line(done: Round, samples: Sequence[Sample], rounds: int, seconds: float) -
     judged = [sample for sample in samples if not sample.abstains] or samples
     return (
         f"round {ordinal(done.number)}/{rounds}: {counted(len(samples), 'sample')}, score "
-        f"{fmean(s.score for s in judged):.4f}, KL {fmean(s.kl for s in judged):.4f}, "
+        f"{fmean(s.score for s in judged):.4f}, KL {fmean(s.kl for s in judged):z.4f}, "
         f"{fmean(s.length for s in samples):.1f} tokens, actor loss {fmean(s.actor_loss for s in done.actor):.4f}, "
         f"critic loss {fmean(s.critic_loss for s in done.critic):.4f}, {seconds:.1f} s"
     )

@@ -138,7 +138,7 @@ class EpisodeLine(Callback):
         reward, divergence, length = (self._sums[1:] / rows).tolist()
         self._tell(
             f"episode {ordinal(episode)}/{self._num_episodes}: {counted(int(rows), 'sample')}, reward {reward:.4f} (KL "
-            f"penalty included), KL {divergence:.4f}, {length:.1f} tokens, {time.perf_counter() - self._started:.1f} s"
+            f"penalty included), KL {divergence:z.4f}, {length:.1f} tokens, {time.perf_counter() - self._started:.1f} s"
         )
 
 

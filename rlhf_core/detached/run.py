@@ -133,7 +133,7 @@ class RunTrainer(GroupMember):
         keeper: where states, the policy and failed batches go.
         save_policy: writes the finished policy, which it is given with its exact weights, to a directory.
         peers: names of the other ranks, in their order, looked up in this actor's namespace.
-        weights_dtype: what makers are sent weights in; None takes their `rollout_dtype`.
+        weights_dtype: what makers are sent weights in, no less exact than their `rollout_dtype`; None takes that.
         measure: returns the policy's figures on the development split; None where nothing is measured.
     """
 

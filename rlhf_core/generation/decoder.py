@@ -3,7 +3,7 @@
 transformers has some forty calls for a layer and token, most of them for little: q, k and v are three products, gate
 and up two, norms and rotary angles ten passes each, and attention reads its heads repeated. Here a layer is four
 products, and what lies between them is one pass over memory each: a kernel's where there are kernels, else PyTorch's.
-So are products of few rows in float32.
+On CPUs products of few rows in float32 are a kernel's, too.
 
 Keys are kept with the tokens last, so that a query's products with them run along memory. Prompts go through
 transformers' own layers, and what these kept is taken over.
@@ -76,7 +76,7 @@ class PromptPass(NamedTuple):
     """Their places among all prompts."""
     cache: DynamicCache
     padding: Int[Tensor, " R"]
-    """Tokens of it in each row: before the row's own, and behind those that all share."""
+    """How many tokens of it each row has, between the shared beginning and its own."""
 
 
 class Decoder:

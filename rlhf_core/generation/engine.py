@@ -31,6 +31,7 @@ from rlhf_core.generation.decoder import FIXED_ANGLES, Decoder, PromptPass, can_
 from rlhf_core.generation.responses import Responses, pad_left, watch
 from rlhf_core.generation.sampling import chooser
 from rlhf_core.generation.vllm_engine import VllmEngine
+from rlhf_core.models.base import is_widened
 from rlhf_core.models.saving import quiet
 from rlhf_core.models.trunk import device_of, evaluating, forward_takes, max_positions, unwrapped
 from rlhf_core.training.micro_batches import cost_on, of_like_length
@@ -38,6 +39,7 @@ from rlhf_core.training.micro_batches import cost_on, of_like_length
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from rlhf_core.config import PPOOptions, SamplingConfig
     from rlhf_core.generation.sampling import Chooser
     from rlhf_core.generation.settings import Generation, GenerationEngine, GenerationSettings
 
@@ -311,20 +313,26 @@ def _read_to_decode(
     if shared:
         ids = torch.tensor([prompts[0][:shared]], device=device)
         _last_logits(model, ids, torch.ones_like(ids), torch.arange(shared, device=device)[None], beginning)
-    own = [prompt[shared:] for prompt in prompts]
-    passes, logits = [], []
-    for places in of_like_length([len(each) for each in own], len(own), cost_on(device, model)):
+    rests = [prompt[shared:] for prompt in prompts]
+    cuts = [list(range(len(rests)))]
+    if angles_stay and device.type == "cpu":  # else the longest row decides on the angles of all; or passes are dear
+        cuts = of_like_length([*map(len, rests)], len(rests), cost_on(device, model))
+    passes: list[PromptPass] = []
+    scores: Tensor | None = None
+    for places in cuts:
         cache = copy.deepcopy(beginning)
         if shared:
             cache.batch_repeat_interleave(len(places))
-        tokens, mask = pad_left([own[place] for place in places], pad_id, device)
+        tokens, mask = pad_left([rests[place] for place in places], pad_id, device)
         seen = torch.cat([mask.new_ones(len(places), shared), mask], dim=-1)
         positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, shared:]
-        logits.append(_last_logits(model, tokens, seen, positions, cache))
-        passes.append(PromptPass(torch.tensor(places, device=device), cache, tokens.shape[1] - mask.sum(-1)))
-    order = torch.cat([each.rows for each in passes]).argsort()
+        found, rows = _last_logits(model, tokens, seen, positions, cache), torch.tensor(places, device=device)
+        scores = found.new_empty(len(prompts), found.shape[1]) if scores is None else scores
+        scores[rows] = found
+        passes.append(PromptPass(rows, cache, tokens.shape[1] - mask.sum(-1)))
+    assert scores is not None  # there is a prompt
     length = max(map(len, prompts)) + new_tokens
-    return Decoder(model, passes, length, shared=shared, graphs=graphs), torch.cat(logits)[order]
+    return Decoder(model, passes, length, shared=shared, graphs=graphs), scores
 
 
 def _shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
@@ -378,3 +386,24 @@ def make_engine(
     if name not in _ENGINES:
         raise ConfigError(f"there is no generation engine {name!r}; choose one of {', '.join(_ENGINES)}")
     return _ENGINES[name](model, tokenizer=tokenizer)
+
+
+def notes_suffice(options: PPOOptions, sampling: SamplingConfig | GenerationSettings, model: Any) -> bool:
+    """Return whether an engine notes the log-probabilities that the policy's own pass over the responses would give.
+
+    In float32 they are 3e-6 apart, in bfloat16 0.04. With top-k or top-p the note is of the tokens that are left, and
+    where angles depend on how long a pass is, of another pass.
+
+    Args:
+        options: engine and arithmetic.
+        sampling: how responses are drawn.
+        model: the policy, whose own arithmetic a `rollout_dtype` of float32 leaves alone.
+    """
+    drawn_from_all = not sampling.top_k and sampling.top_p == 1
+    if options.rollout_dtype != "float32" or options.engine == "vllm" or not drawn_from_all or options.legacy:
+        return False
+    modules = list(model.modules())
+    if any(getattr(each, "rope_type", "default") not in FIXED_ANGLES for each in modules):
+        return False
+    is_float32 = all(each.dtype == torch.float32 for each in model.parameters() if each.is_floating_point())
+    return is_float32 or any(map(is_widened, modules))

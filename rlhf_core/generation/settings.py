@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
 from jaxtyping import Bool, Float32, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.models.base import is_widened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rlhf_core.config import PPOOptions, SamplingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +123,3 @@ class GenerationEngine(Protocol):
             DataError: if a prompt has no room for a response.
             ValueError: if there is no prompt, one of them is empty, or uniforms are missing.
         """
-
-
-def notes_suffice(options: PPOOptions, sampling: SamplingConfig | GenerationSettings, model: nn.Module) -> bool:
-    """Return whether an engine notes the log-probabilities that the policy's own pass over the responses would give.
-
-    In float32 they are 3e-6 apart, in bfloat16 0.04. With top-k or top-p the note is of the tokens that are left.
-
-    Args:
-        options: engine and arithmetic.
-        sampling: how responses are drawn.
-        model: the policy, whose own arithmetic a `rollout_dtype` of float32 leaves alone.
-    """
-    drawn_from_all = not sampling.top_k and sampling.top_p == 1
-    if options.rollout_dtype != "float32" or options.engine == "vllm" or not drawn_from_all or options.legacy:
-        return False
-    is_float32 = all(each.dtype == torch.float32 for each in model.parameters() if each.is_floating_point())
-    return is_float32 or any(map(is_widened, model.modules()))

@@ -284,7 +284,8 @@ def learn_episode(
         experience: all of the episode, in the order of the samples' keys; the same on every rank.
         samples: the same rows as text, in any order; may be empty.
         seed: of the run.
-        episode: from 0; with the seed it decides the order of passes after the first.
+        episode: from 0; with the seed it decides the order of passes after the first. Rows of this `policy_version` are
+            taken for the learner's own.
         keep: keeps a batch that could not be learnt from.
 
     Raises:

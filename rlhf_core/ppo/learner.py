@@ -364,8 +364,8 @@ class PPOLearner:
 
     @property
     def _takes_notes(self) -> bool:
-        config, is_float32 = self.config, self.config.dtype == "float32"
-        if not is_float32 or config.correction != "none" or self._rows != IN_SHORT_PASSES:  # of an earlier release
+        config, is_of_this_release = self.config, self._rows == IN_SHORT_PASSES
+        if config.dtype != "float32" or config.correction != "none" or not is_of_this_release:
             return False
         return notes_suffice(config, config, self.actor)
 

@@ -1,7 +1,7 @@
 """One optimizer step of the actor, and one of the critic, from a prepared minibatch: both, or neither.
 
 Each model passes over its micro-batches, with idle passes for ranks that wait for another. Ratios start from the
-log-probabilities of before an episode's steps: `PPOLearner.recompute`.
+log-probabilities from before an episode's steps: `PPOLearner.recompute`.
 """
 
 from __future__ import annotations

@@ -83,11 +83,12 @@ class RayPPOActor(TrainablePPORole):
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def calculate_action_log_probs(self, made: MadeSequences) -> Array:
         """Return the log-probability of each response token, [B A]; called by all ranks, each with its own."""
-        with self._at("log-probs"), self._learner.awake():
+        with self._at("log-probs"):
             if notes_suffice(self._config, self._generation, self._plain):
                 return made.rollout_log_probs
             temperature = self._generation.temperature
-            return as_array(token_logprobs(self._plain, made.batch(), temperature=temperature, config=self._config))
+            with self._learner.awake():
+                return as_array(token_logprobs(self._plain, made.batch(), temperature=temperature, config=self._config))
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def save_checkpoint(self, save_path: str, should_save_optimizer: bool) -> list[str]:

@@ -10,9 +10,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
-from rlhf_core.generation import Generation, GenerationSettings, decoder, engine, make_engine, sample_uniforms
+from rlhf_core.config import RolloutConfig
+from rlhf_core.generation import (
+    Generation,
+    GenerationSettings,
+    decoder,
+    engine,
+    make_engine,
+    notes_suffice,
+    sample_uniforms,
+)
 from rlhf_core.generation.sampling import Choice
 from rlhf_core.kernels import compiled
 from rlhf_core.models.base import load_base, open_base
@@ -118,6 +127,24 @@ def test_prompts_of_like_length_are_read_together(
     generated(model)
     assert read == [(1, len(begins))] * bool(begins) + [(2, 9), (2, 8), (2, 1)]
     check_same(model)
+
+
+def test_where_the_longest_row_decides_on_the_angles_prompts_are_read_in_one_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = copy.deepcopy(tiny_causal_lm("llama").config)
+    half = config.head_dim // 2
+    config.original_max_position_embeddings = 16
+    config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * half, "long_factor": [4.0] * half,
+    }  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    monkeypatch.setattr(f"{__name__}.PROMPTS", [[5 + place for place in range(length)] for length in (20, 3, 9, 2)])
+    monkeypatch.setattr(engine, "cost_on", lambda *_: PassCost(0))
+    check_same(model)
+    options = RolloutConfig(rollout_dtype="float32")
+    assert not notes_suffice(options, options, model)
 
 
 class Recorded:

@@ -85,13 +85,11 @@ def _floor(run: Run, given: Given) -> float:
     """Return the least that drawing, scoring by four models and learning by two multiply."""
     products = Products.of(load(run, given.dtype), getattr(torch, given.dtype))
     tokens, scored = given.rows * (given.prompt + given.response), given.rows * given.response
-    by_policies = (
-        [scored] if given.dtype == "float32" else [scored, scored]
-    )  # in float32 drawing tells what the actor says
+    readers = 1 if given.dtype == "float32" else 2  # in float32 the actor need not read
 
     def step() -> None:
         products.generate(given.rows, given.rows * given.prompt, torch.full((given.rows,), given.response))
-        for seen in (*by_policies, 0, 0):  # critic and reward model have no head
+        for seen in (*[scored] * readers, 0, 0):  # critic and reward model have no head
             products.forward(tokens, seen)
         for seen in (scored, 0):
             products.learn(tokens, seen, learns_weights=not given.adapters)

@@ -83,6 +83,19 @@ def test_in_float32_tokens_are_the_same(architecture: str) -> None:
     check_same(tiny_causal_lm(architecture))
 
 
+def shapes_read(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Rows and tokens of each pass over the prompts."""
+    read: list[tuple[int, ...]] = []
+    plain = engine._last_logits
+    monkeypatch.setattr(
+        engine,
+        "_last_logits",
+        lambda model, tokens, *others: read.append(tuple(tokens.shape)) or plain(model, tokens, *others),
+    )
+    generated(model)
+    return read[:]
+
+
 @pytest.mark.parametrize("architecture", OURS)
 @pytest.mark.parametrize(
     "prompts", [[[5, 6, 7, 8], [5, 6, 7], [5, 6, 9, 10, 11]], [[5, 6, 7], [5, 6, 8]], [[5], [5, 6]]]
@@ -93,14 +106,7 @@ def test_what_all_prompts_begin_with_is_read_once(
     model = two_sets(tiny_causal_lm(architecture))
     monkeypatch.setattr(engine, "WORTH_A_PASS", 1)
     monkeypatch.setattr(f"{__name__}.PROMPTS", [*prompts, prompts[0], *prompts[::-1]])
-    read: list[tuple[int, ...]] = []
-    plain = engine._last_logits
-    monkeypatch.setattr(
-        engine,
-        "_last_logits",
-        lambda model, tokens, *others: read.append(tuple(tokens.shape)) or plain(model, tokens, *others),
-    )
-    generated(model)
+    read = shapes_read(model, monkeypatch)
     shared = {4: 2, 3: 2, 1: 0}[len(prompts[0])]
     longest = max(map(len, prompts))
     assert read == [(1, shared)] * bool(shared) + [(len(prompts), longest - shared)]
@@ -117,14 +123,7 @@ def test_prompts_of_like_length_are_read_together(
     monkeypatch.setattr(f"{__name__}.PROMPTS", [*prompts, prompts[2]])
     monkeypatch.setattr(engine, "WORTH_A_PASS", 1)
     monkeypatch.setattr(engine, "cost_on", lambda *_: PassCost(4, most=20))
-    read: list[tuple[int, ...]] = []
-    plain = engine._last_logits
-    monkeypatch.setattr(
-        engine,
-        "_last_logits",
-        lambda model, tokens, *others: read.append(tuple(tokens.shape)) or plain(model, tokens, *others),
-    )
-    generated(model)
+    read = shapes_read(model, monkeypatch)
     assert read == [(1, len(begins))] * bool(begins) + [(2, 9), (2, 8), (2, 1)]
     check_same(model)
 

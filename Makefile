@@ -74,7 +74,7 @@ bench: setup  ## every part beside its peer, then each other benchmark; bench/ev
 	for file in $(filter-out bench/evidence.py bench/llama7b.py,$(wildcard bench/*.py)); do $(BIN)/python "$$file" || exit 1; done; \
 	exit $$status
 
-ON_GPU = rollout rollout_adapters rollout_ragged rollout_shared_prompt learning_step \
+ON_GPU = rollout rollout_adapters rollout_ragged rollout_shared_prompt learning_step learning_step_compiled \
 	sft_step_quickstart reward_step_quickstart ppo_step_bfloat16 ppo_step_adapters ppo_step_adapters_memory
 bench-gpu: setup  ## rollouts and steps of a Llama with a billion random weights, on a GPU
 	@$(BIN)/python -m bench.speed --large $(ON_GPU)

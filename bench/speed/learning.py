@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.speed import data
-from bench.speed.measure import DEVICE, Found, Run, in_turns
+from bench.speed.measure import DEVICE, Found, Run, in_turns, seconds_of
 from bench.speed.models import ARITHMETIC, DTYPE, OUR_ADAPTERS, load, with_adapters, with_peft
 from bench.speed.products import Products, distinct
 from flows.presets import resolve
@@ -21,39 +21,59 @@ from rlhf_core.types import Experience
 
 def step(run: Run) -> Found:
     """Measure a step in micro-batches."""
-    rows, micro = (4, 2) if run.tiny else (32, 16)
-    sizes = {"dtype": ARITHMETIC, "lora": OUR_ADAPTERS, "train_batch_size": rows, "micro_batch_size": micro}
-    config = resolve("quickstart").ppo.model_copy(update=sizes)
+    config = _config(run)
+    learner, batch, parts = _learner(run, config)
     actor = load(run, ARITHMETIC)
     products = Products.of(actor, DTYPE)
-    critic = Critic.from_causal_lm(actor)
-    with_adapters(critic.trunk)
-    learner = PPOLearner.build(with_adapters(actor), critic, config, device=DEVICE)
-    parts = data.quickstart(run, rows)
-    padded = pad_examples(parts, torch.device("cpu"))
-    response = padded.action_mask.shape[1]
-    prompt = padded.sequences.shape[1] - response
-    made = experience(rows, prompt, response, vocabulary=actor.config.vocab_size).replace(**padded._asdict())
-    batch = learner.recompute(made)
     peer = Peer(run, config)
     tokens = distinct([begin + end for begin, end in parts])
 
     def floor() -> None:
         with torch.inference_mode():
-            for scored in (rows * response, 0):  # the actor; the critic
+            for scored in (batch.action_mask.numel(), 0):  # the actor; the critic
                 products.learn(tokens, scored, learns_weights=False)
 
     ours, theirs, limit = in_turns(run.rounds, lambda: learner.training_step(batch), lambda: peer.step(batch), floor)
     told = {
-        "rows": rows,
-        "tokens": rows * (prompt + response),
+        "rows": len(batch),
+        "tokens": batch.sequences.numel(),
         "distinct": tokens,
-        "micro_batch": micro,
+        "micro_batch": config.micro_batch_size,
         "rank": OUR_ADAPTERS.r,
     }
     return Found(
         ours, theirs, limit, {"dtype": ARITHMETIC, **told, "limit": "products alone, those of adapters left out"}
     )
+
+
+def compiled_step(run: Run) -> Found:
+    """Measure the same step with compiled layers, beside ours without; the first pass, which compiles, left out."""
+    config = _config(run)
+    plain, batch, _ = _learner(run, config)
+    compiled, _, _ = _learner(run, config.model_copy(update={"compile_layers": True}))
+    compiles_s = seconds_of(lambda: compiled.training_step(batch))
+    ours, theirs = in_turns(run.rounds, lambda: compiled.training_step(batch), lambda: plain.training_step(batch))
+    return Found(ours, theirs, settings={"dtype": ARITHMETIC, "rows": len(batch), "first_s": round(compiles_s, 1)})
+
+
+def _config(run: Run) -> PPOConfig:
+    rows, micro = (4, 2) if run.tiny else (32, 16)
+    sizes = {"dtype": ARITHMETIC, "lora": OUR_ADAPTERS, "train_batch_size": rows, "micro_batch_size": micro}
+    return resolve("quickstart").ppo.model_copy(update=sizes)
+
+
+def _learner(run: Run, config: PPOConfig) -> tuple[PPOLearner, Experience, list[tuple[list[int], list[int]]]]:
+    """Return a learner, a minibatch of the quickstart's lengths, and the prompts and responses in it."""
+    actor = load(run, ARITHMETIC)
+    critic = Critic.from_causal_lm(actor)
+    with_adapters(critic.trunk)
+    learner = PPOLearner.build(with_adapters(actor), critic, config, device=DEVICE)
+    parts = data.quickstart(run, config.train_batch_size)
+    padded = pad_examples(parts, torch.device("cpu"))
+    response = padded.action_mask.shape[1]
+    prompt = padded.sequences.shape[1] - response
+    made = experience(len(parts), prompt, response, vocabulary=actor.config.vocab_size).replace(**padded._asdict())
+    return learner, learner.recompute(made), parts
 
 
 class Peer:

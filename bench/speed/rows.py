@@ -62,6 +62,7 @@ ROWS = (
     Row("ppo_step_adapters", "s", _faster(5), partial(ppo.seconds, dtype=ARITHMETIC, adapters=True), PPO),
     Row("ppo_step_adapters_memory", "MB", _faster(2), ppo.megabytes, PPO),
     Row("learning_step", "s", _faster(2.5), learning.step, "transformers with peft's layers and torch's AdamW"),
+    Row("learning_step_compiled", "s", _faster(1.1), learning.compiled_step, "ours without compile_layers"),
     *(
         Row(f"growth_{name}", "slope", Goal("value", "<=", most), measure)
         for name, most, measure in (

@@ -59,6 +59,8 @@ ELSEWHERE = {
     "*.lora.target_modules": "lora_target_modules lora_target",
     "*.dtype": "bf16 fp16 torch_dtype mixed_precision precision param_dtype",
     "*.gradient_checkpointing": "grad_checkpoint enable_gradient_checkpointing use_gradient_checkpointing",
+    "*.compile_layers": "torch_compile use_torch_compile",
+    "*.flash_attention": "flash_attn use_flash_attn use_flash_attention_2 attn_implementation",
     "*.num_trainers": "num_gpus world_size n_gpus_per_node num_processes nproc_per_node actor_num_gpus_per_node",
     "*.tp": "tensor_parallel_size tensor_model_parallel_size tp_size",
     "*.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Config, Dtype, Positive
+from rlhf_core.config.base import Config, Positive
 from rlhf_core.config.model import LoRAConfig
-from rlhf_core.config.strategy import AdapterTrainersConfig, refuse_sharded_adapters
+from rlhf_core.config.passes import PassConfig
+from rlhf_core.config.strategy import AdapterTrainersConfig
 
 PROMPTS, CHUNK = "ppo.prompts_per_episode", "ppo.chunk_size"
 BATCH, MICRO = "ppo.train_batch_size", "ppo.micro_batch_size"
@@ -82,7 +83,7 @@ class SamplingConfig(Config):
     """Draw from the likeliest tokens that together have this probability."""
 
 
-class PPOOptions(Config):
+class PPOOptions(PassConfig):
     """Choices of the algorithm that coati's `PPOTrainer` has no parameter for."""
 
     advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp"] = "gae"
@@ -122,12 +123,8 @@ class PPOOptions(Config):
     engine: Literal["native", "native_graphs", "hf", "vllm"] = "native"
     """Our own decoding loop, the same with steps recorded as CUDA graphs (untried), transformers' `generate`, or vLLM
     where it is installed."""
-    dtype: Dtype = "bfloat16"
-    """Arithmetic of the trainer's forward pass (autocast over float32 trainable weights)."""
     rollout_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and arithmetic of the makers."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
     legacy: bool = False
     """Give upstream's numbers instead of the right ones; ADR 8 lists what changes."""
 
@@ -262,6 +259,7 @@ class StopConfig(Config):
 class PPOConfig(RolloutConfig, LearningConfig, AdapterTrainersConfig, OverlapConfig):
     """One PPO run."""
 
+    STAGE: ClassVar[str] = "ppo"
     episodes: Positive = 6
     """Rounds of collecting and learning; each commits a training state."""
     prompts_per_episode: Positive = 64
@@ -311,11 +309,6 @@ class PPOConfig(RolloutConfig, LearningConfig, AdapterTrainersConfig, OverlapCon
                 "ppo.stop.drift compares the reward model with the development split: set ppo.evaluate_every, and "
                 "ppo.reward.reward_model above 0, or leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _trains_adapters_unsharded(self) -> Self:
-        refuse_sharded_adapters("ppo", self.strategy, self.lora)
         return self
 
     @property

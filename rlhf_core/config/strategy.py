@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from rlhf_core.config.base import Config, Positive
 from rlhf_core.config.model import LoRAConfig
+from rlhf_core.config.passes import PassConfig
 from rlhf_core.strategy.parts import Parts, SequenceMode
 
 StrategyName = Literal[
@@ -89,11 +90,29 @@ class TrainersConfig(Config):
         return {} if self.is_alone else figures
 
 
-class AdapterTrainersConfig(TrainersConfig):
+class AdapterTrainersConfig(TrainersConfig, PassConfig):
     """Trainers of a model that is trained whole, or through adapters."""
 
+    STAGE: ClassVar[str]
+    """Its section of the configuration."""
     lora: LoRAConfig | None = None
     """None trains all weights."""
+
+    @model_validator(mode="after")
+    def _suits_strategy(self) -> Self:
+        stage, strategy = self.STAGE, self.strategy
+        if strategy in GEMINI and self.lora is not None:
+            raise ValueError(
+                f"{stage}.strategy {strategy} shards all weights and trains no adapters; set {stage}.lora to null, or "
+                f"{stage}.strategy to zero2, ddp or plain"
+            )
+        for name in ("compile_layers", "flash_attention"):
+            if getattr(self, name) and strategy not in {"plain", "ddp"}:
+                raise ValueError(
+                    f"{stage}.{name} needs layers that no strategy changes, but {stage}.strategy is {strategy}; set it "
+                    f"to plain or ddp, or {stage}.{name} to false"
+                )
+        return self
 
     @property
     def shares_base(self) -> bool:
@@ -108,16 +127,3 @@ class AdapterTrainersConfig(TrainersConfig):
         if not self.lora.keeps_base:
             return f"lora.init {self.lora.init} with lora.bias {self.lora.bias} changes what is below the adapters"
         return None if self.strategy in {"plain", "ddp", "3d"} else f"strategy {self.strategy} lays out weights itself"
-
-
-def refuse_sharded_adapters(stage: str, strategy: str, adapters: object) -> None:
-    """Check that adapters are not asked of a strategy that shards the weights they adapt.
-
-    Raises:
-        ValueError: if they are.
-    """
-    if strategy in GEMINI and adapters is not None:
-        raise ValueError(
-            f"{stage}.strategy {strategy} shards all weights and trains no adapters; set {stage}.lora to null, or "
-            f"{stage}.strategy to zero2, ddp or plain"
-        )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rlhf_core.config.base import Dtype, Positive
-from rlhf_core.config.strategy import AdapterTrainersConfig, refuse_sharded_adapters
+from rlhf_core.config.base import Positive
+from rlhf_core.config.strategy import AdapterTrainersConfig
 
 
 class SFTConfig(AdapterTrainersConfig):
     """Supervised fine-tuning on demonstrations."""
 
+    STAGE: ClassVar[str] = "sft"
     epochs: Positive = 1
     batch_size: Positive = 16
     """Sequences per optimizer step of one trainer process."""
@@ -27,20 +28,12 @@ class SFTConfig(AdapterTrainersConfig):
     """Tokens of prompt and response together; a longer demonstration is an error."""
     packing: bool = False
     """Put several demonstrations of a batch into one row of `max_length` tokens; none of them sees another."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
-    dtype: Dtype = "bfloat16"
-    """Arithmetic of the forward pass (autocast over float32 weights)."""
-
-    @model_validator(mode="after")
-    def _trains_adapters_unsharded(self) -> Self:
-        refuse_sharded_adapters("sft", self.strategy, self.lora)
-        return self
 
 
 class RewardModelConfig(AdapterTrainersConfig):
     """Bradley-Terry training on preference pairs."""
 
+    STAGE: ClassVar[str] = "reward_model"
     samples_per_prompt: int = Field(4, ge=2)
     """Responses sampled per prompt when pairs come from the SFT model's own samples."""
     max_new_tokens: Positive = 20
@@ -64,14 +57,5 @@ class RewardModelConfig(AdapterTrainersConfig):
     """The same number computed in two ways, as coati offers both."""
     centring: float = Field(0.0, ge=0)
     """Weight of the squared sum of a pair's scores, which keeps their mean near zero."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
-    dtype: Dtype = "bfloat16"
-    """Arithmetic of the forward pass (autocast over float32 weights)."""
     max_length: Positive = 512
     """Tokens of prompt and response together; a longer pair is dropped and counted."""
-
-    @model_validator(mode="after")
-    def _trains_adapters_unsharded(self) -> Self:
-        refuse_sharded_adapters("reward_model", self.strategy, self.lora)
-        return self

@@ -12,7 +12,7 @@ the pass is peft's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners import lora
@@ -40,8 +40,12 @@ class AdaptedLinear(lora.Linear):  # type: ignore[misc]  # peft is not typed
         factors = [each[name].weight for name in self.lora_A for each in (self.lora_A, self.lora_B)]
         scales = tuple(self.scaling[name] if name in self.active_adapters else 0.0 for name in self.lora_A)
         rows = x.reshape(-1, x.shape[-1])
-        out: Tensor = _Adapted.apply(rows, weight, base.bias, is_widened(base), scales, *factors)  # type: ignore[no-untyped-call]
-        return out.view(*x.shape[:-1], len(weight))
+        given = (rows, weight, base.bias, is_widened(base), scales)
+        shape = (*x.shape[:-1], len(weight))
+        if not torch.is_grad_enabled():  # torch.compile then takes the function's inputs for others
+            return _products(*given, factors).out.view(shape)
+        out: Tensor = _Adapted.apply(*given, *factors)  # type: ignore[no-untyped-call]
+        return out.view(shape)
 
 
 class _Adapted(torch.autograd.Function):
@@ -57,28 +61,11 @@ class _Adapted(torch.autograd.Function):
         scales: tuple[float, ...],
         *factors: Tensor,
     ) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        if wide:
-            dtype = torch.float32
-        else:
-            weight = weight.to(dtype)
-        with torch.autocast(device, enabled=False):
-            rows = x.to(dtype)
-            if wide:
-                out = wide_product(rows, weight)
-                out = out if bias is None else out + bias
-            else:
-                out = nn.functional.linear(rows, weight, None if bias is None else bias.to(dtype))
-            low = None
-            if any(scales):
-                a, b = _joined(factors, scales, dtype)
-                low = rows @ a.T
-                out.addmm_(low, b.T)
+        made = _products(x, weight, bias, wide, scales, factors)
         is_trained = any(ctx.needs_input_grad[5:])
-        ctx.save_for_backward(weight, *((rows, low) if is_trained else (None, None)), *factors)
-        ctx.of = (x.dtype, dtype, wide, scales)
-        return out
+        ctx.save_for_backward(made.weight, *((made.rows, made.low) if is_trained else (None, None)), *factors)
+        ctx.of = (x.dtype, made.out.dtype, wide, scales)
+        return made.out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -107,6 +94,42 @@ class _Adapted(torch.autograd.Function):
                         of_factors[2 * number] = (back[:, part].T @ rows).float()
                         of_factors[2 * number + 1] = (gradient.T @ low[:, part]).float() * scale
         return None if x is None else x.to(x_dtype), None, bias, None, None, *of_factors
+
+
+class _Products(NamedTuple):
+    """What the forward pass makes, all of one dtype."""
+
+    out: Tensor
+    rows: Tensor
+    """[N I], the input."""
+    weight: Tensor
+    """Where it is widened, as it was."""
+    low: Tensor | None
+    """[N r], what A makes of the input; None where no set adds anything."""
+
+
+def _products(
+    x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, scales: tuple[float, ...], factors: Sequence[Tensor]
+) -> _Products:
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if wide:
+        dtype = torch.float32
+    else:
+        weight = weight.to(dtype)
+    with torch.autocast(device, enabled=False):
+        rows = x.to(dtype)
+        if wide:
+            out = wide_product(rows, weight)
+            out = out if bias is None else out + bias
+        else:
+            out = nn.functional.linear(rows, weight, None if bias is None else bias.to(dtype))
+        low = None
+        if any(scales):
+            a, b = _joined(factors, scales, dtype)
+            low = rows @ a.T
+            out.addmm_(low, b.T)
+    return _Products(out, rows, weight, low)
 
 
 def _joined(factors: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

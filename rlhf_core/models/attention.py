@@ -4,11 +4,13 @@ The kernel's backward pass costs a token of a short row as much as one of a long
 41 ms a layer on one core, where products took 5; for 9 of 128, 31 and 11. Products write the scores out, which costs
 memory as rows grow. So the kernel has long rows, other arithmetic, single tokens (decoding), dropout, and every GPU.
 
-transformers is given this in the place of its `sdpa`, under that name: architectures compare the name.
+transformers is given this in the place of its `sdpa`, under that name: architectures compare the name. On GPUs the
+library flash_attn may be asked for.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rlhf_core.errors import ModelError
 from rlhf_core.models.shape import SHORT_ROW
+from rlhf_core.models.trunk import unwrapped
 
 _OTHER_FORMS = ("softcap", "position_bias", "s_aux")
 """Change the scores in some architectures; the kernel knows or refuses them."""
@@ -74,6 +78,26 @@ def attend(
         weights = torch.softmax(scores, dim=-1).bfloat16().view(rows, shared, -1, length)
         found = weights @ value.bfloat16()
     return found.view(rows, heads, length, -1).transpose(1, 2).contiguous(), None
+
+
+def attend_by_flash(model: Any, device: torch.device) -> None:
+    """Have a model attend by the library flash_attn, in place.
+
+    Raises:
+        ModelError: if that cannot be had here.
+    """
+    if not has_flash_attention(device):
+        raise ModelError(
+            f"flash_attention needs a GPU and the library flash_attn, and here is {device.type.upper()}"
+            f"{'' if device.type == 'cpu' else ' without that library'}; set flash_attention to false"
+        )
+    inner = unwrapped(model)
+    getattr(inner, "trunk", inner).set_attn_implementation("flash_attention_2")
+
+
+def has_flash_attention(device: torch.device) -> bool:
+    """Return whether the library flash_attn can be had on a device."""
+    return device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
 
 
 def _is_ours(

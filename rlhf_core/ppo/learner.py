@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -18,6 +18,7 @@ from rlhf_core.errors import ConfigError, ModelError, TrainingError
 from rlhf_core.generation import notes_suffice
 from rlhf_core.kernels.compiled import used_on
 from rlhf_core.models.adapted_linear import IN_TURN, JOINED
+from rlhf_core.models.compiled_layers import layers_compiled
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import adapter_config, merged_parameters
 from rlhf_core.models.shape import NO_LIMIT
@@ -31,7 +32,7 @@ from rlhf_core.ppo.step import StepContext, first_logprobs, step_all
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.training.boosted import awake, exact, pass_cost, ranks_of, strategy_booster
 from rlhf_core.training.micro_batches import AS_TREE, IN_SHORT_PASSES, PassCost
-from rlhf_core.training.modes import checkpoint_activations
+from rlhf_core.training.modes import checkpoint_activations, prepare_passes
 from rlhf_core.training.optim import Trained, make_trained, warmup_then_constant
 from rlhf_core.training.padding import PaddedBatch
 from rlhf_core.training.state import LearnerState, load_state_tensors, state_tensors
@@ -148,6 +149,7 @@ class PPOLearner:
             trained.model.eval()
             if config.gradient_checkpointing:
                 checkpoint_activations(trained.model)
+            prepare_passes(trained.model, config, self.device)
 
     @classmethod
     def build(
@@ -241,7 +243,7 @@ class PPOLearner:
         """
         if self.ranks.any(not len(experience)):
             raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
-        with self._as_begun():
+        with self._passes():
             batch = self._with_rescaled_values(self._on_device(experience), ALONE if shared else self.ranks)
             if "actor" not in self._roles or (is_own and self._takes_notes):
                 return batch
@@ -273,7 +275,7 @@ class PPOLearner:
             cost=self._cost_as_begun,
             with_critic="critic" in self._roles,
         )
-        with self._as_begun():
+        with self._passes():
             figures = batch.figures | step_all(self._roles, batch, ptx, self._context())
         self.steps += 1
         return stats_from(figures)
@@ -369,8 +371,15 @@ class PPOLearner:
             return False
         return notes_suffice(config, config, self.actor)
 
-    def _as_begun(self) -> AbstractContextManager[None]:
-        return each_by_itself() if self._rows is None else nullcontext()
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Have models gone through in the block as the run began, and as it is configured."""
+        with ExitStack() as contexts:
+            if self._rows is None:
+                contexts.enter_context(each_by_itself())
+            for trained in self._roles.values() if self.config.compile_layers else ():
+                contexts.enter_context(layers_compiled(trained.model))
+            yield
 
     def _context(self) -> StepContext:
         return StepContext(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -14,11 +14,13 @@ from rlhf_core.config import RewardModelConfig, SFTConfig
 from rlhf_core.errors import DataError
 from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.functional.losses import lm_loss, pairwise_loss
+from rlhf_core.models.compiled_layers import layers_compiled
 from rlhf_core.models.head_slices import read_logits
 from rlhf_core.models.token_tree import TokenTree, read_columns, tree_of
 from rlhf_core.models.trunk import (
     autocast,
     checkpoint_gradients,
+    device_of,
     forward_takes,
     position_ids,
     unwrapped,
@@ -30,7 +32,7 @@ from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised.batches import PairBatch, TokenBatch
 from rlhf_core.training.boosted import held_back, passes, strategy_booster
 from rlhf_core.training.micro_batches import FEW_PASSES, PassCost, of_like_length
-from rlhf_core.training.modes import training_mode, undisturbed
+from rlhf_core.training.modes import prepare_passes, training_mode, undisturbed
 from rlhf_core.training.optim import Metrics, OnStep, Trained, make_trained, take_step, warmup_then_decay
 
 Micro = TypeVar("Micro")
@@ -90,7 +92,11 @@ def boosted_for_stage(
         samples: of all ranks, in one epoch.
         ranks: who trains together.
         other_lrs: as for `make_trained`.
+
+    Raises:
+        ModelError: if its layers cannot be gone through as the configuration says.
     """
+    prepare_passes(model, config, device_of(model))
     steps = config.epochs * -(-samples // (config.batch_size * ranks.world_size))
     return make_trained(
         model,
@@ -133,7 +139,8 @@ def train_epochs(
     batch_size = config.batch_size * ranks.world_size
     history: list[Metrics] = []
     with (
-        gradients_checkpointed(trained.model, active=config.gradient_checkpointing),
+        gradients_checkpointed(trained.model) if config.gradient_checkpointing else nullcontext(),
+        layers_compiled(trained.model) if config.compile_layers else nullcontext(),
         training_mode(
             trained.model,
             seed=seed + ranks.rank,  # ranks must not drop the same units
@@ -225,19 +232,15 @@ def _idle_pass(trained: Trained, objective: Objective[Micro]) -> None:
 
 
 @contextmanager
-def gradients_checkpointed(model: nn.Module, *, active: bool) -> Iterator[None]:
-    """Run the block with activations computed again in the backward pass, if `active`; then keep them again.
+def gradients_checkpointed(model: nn.Module) -> Iterator[None]:
+    """Run the block with activations computed again in the backward pass; then keep them again.
 
     Args:
         model: a language model or a model on a trunk, maybe wrapped by a booster.
-        active: False changes nothing.
 
     Raises:
         ModelError: if the architecture cannot.
     """
-    if not active:
-        yield
-        return
     inner: Any = unwrapped(model)
     inner = getattr(inner, "trunk", inner)
     checkpoint_gradients(inner)

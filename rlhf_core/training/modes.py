@@ -13,6 +13,9 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from rlhf_core.config.passes import PassConfig
+from rlhf_core.models.attention import attend_by_flash
+from rlhf_core.models.compiled_layers import check_compiles
 from rlhf_core.models.lora import set_adapter_dropout
 from rlhf_core.models.trunk import checkpoint_gradients, disable_dropout
 
@@ -68,6 +71,18 @@ def checkpoint_activations(model: nn.Module) -> None:
     for module, probability in kept:
         module.p = probability
     checkpoint_gradients(model)
+
+
+def prepare_passes(model: nn.Module, config: PassConfig, device: torch.device) -> None:
+    """See that a model can be gone through as the configuration says, and choose its attention, in place.
+
+    Raises:
+        ModelError: if it cannot, on this device.
+    """
+    if config.compile_layers:
+        check_compiles(model, device)
+    if config.flash_attention:
+        attend_by_flash(model, device)
 
 
 @contextmanager

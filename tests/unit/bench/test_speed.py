@@ -21,7 +21,7 @@ NAMES = """
     padding_hh_sft padding_hh_reward padding_hh_scoring padding_hh_learning
     sft_step_quickstart sft_step_hh reward_step_quickstart reward_step_hh
     ppo_step_bfloat16 ppo_step_float32 ppo_step_adapters ppo_step_adapters_memory
-    learning_step import_flows help bring_up simulator
+    learning_step learning_step_compiled import_flows help bring_up simulator
     growth_step_rows growth_step_length growth_step_weights growth_ledger_makers growth_episode_makers
 """
 TWICE = Goal("ratio", ">=", 2.0)

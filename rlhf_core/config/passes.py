@@ -1,0 +1,29 @@
+"""How the trainer goes through a model while it learns."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from rlhf_core.config.base import Config, Dtype
+
+
+class PassConfig(Config):
+    """Passes forward and backward."""
+
+    dtype: Dtype = "bfloat16"
+    """Arithmetic of the forward pass (autocast over float32 trainable weights)."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    compile_layers: bool = False
+    """Have PyTorch compile the transformer's layers, some ten seconds once for each process; for long runs on GPUs
+    (untried). A run that is resumed then goes on within rounding, not to the bit."""
+    flash_attention: bool = False
+    """Attend by the library flash_attn, which leaves out padding; on GPUs alone, in 16 bits (untried)."""
+
+    @model_validator(mode="after")
+    def _attends_in_16_bits(self) -> Self:
+        if self.flash_attention and self.dtype == "float32":
+            raise ValueError("flash_attention knows 16 bits alone, but dtype is float32; set one of them otherwise")
+        return self

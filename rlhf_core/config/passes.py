@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import model_validator
 
@@ -12,6 +12,8 @@ from rlhf_core.config.base import Config, Dtype
 class PassConfig(Config):
     """Passes forward and backward."""
 
+    STAGE: ClassVar[str] = "ppo"
+    """Section of the configuration, for messages."""
     dtype: Dtype = "bfloat16"
     """Arithmetic of the forward pass (autocast over float32 trainable weights)."""
     gradient_checkpointing: bool = False
@@ -25,5 +27,8 @@ class PassConfig(Config):
     @model_validator(mode="after")
     def _attends_in_16_bits(self) -> Self:
         if self.flash_attention and self.dtype == "float32":
-            raise ValueError("flash_attention knows 16 bits alone, but dtype is float32; set one of them otherwise")
+            raise ValueError(
+                f"{self.STAGE}.flash_attention knows 16 bits alone, but {self.STAGE}.dtype is float32; set that to "
+                f"bfloat16, or {self.STAGE}.flash_attention to false"
+            )
         return self

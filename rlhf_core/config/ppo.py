@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -259,7 +259,6 @@ class StopConfig(Config):
 class PPOConfig(RolloutConfig, LearningConfig, AdapterTrainersConfig, OverlapConfig):
     """One PPO run."""
 
-    STAGE: ClassVar[str] = "ppo"
     episodes: Positive = 6
     """Rounds of collecting and learning; each commits a training state."""
     prompts_per_episode: Positive = 64

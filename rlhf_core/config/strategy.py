@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -93,8 +93,6 @@ class TrainersConfig(Config):
 class AdapterTrainersConfig(TrainersConfig, PassConfig):
     """Trainers of a model that is trained whole, or through adapters."""
 
-    STAGE: ClassVar[str]
-    """Its section of the configuration."""
     lora: LoRAConfig | None = None
     """None trains all weights."""
 

@@ -83,7 +83,10 @@ def test_flash_attention_is_refused_without_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"flash_attention": True, "dtype": "float32"}, "flash_attention knows 16 bits alone, but dtype is float32"),
+        (
+            {"flash_attention": True, "dtype": "float32"},
+            "ppo.flash_attention knows 16 bits alone, but ppo.dtype is float32",
+        ),
         ({"flash_attention": True, "strategy": "3d", "tp": 2, "num_trainers": 2}, "ppo.flash_attention needs layers"),
         ({"compile_layers": True, "strategy": "zero2"}, "ppo.compile_layers needs layers that no strategy changes"),
     ],

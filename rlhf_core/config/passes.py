@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
-
-from pydantic import model_validator
+from typing import ClassVar
 
 from rlhf_core.config.base import Config, Dtype
 
@@ -23,12 +21,3 @@ class PassConfig(Config):
     (untried). A run that is resumed then goes on within rounding, not to the bit."""
     flash_attention: bool = False
     """Attend by the library flash_attn, which leaves out padding; on GPUs alone, in 16 bits (untried)."""
-
-    @model_validator(mode="after")
-    def _attends_in_16_bits(self) -> Self:
-        if self.flash_attention and self.dtype == "float32":
-            raise ValueError(
-                f"{self.STAGE}.flash_attention knows 16 bits alone, but {self.STAGE}.dtype is float32; set that to "
-                f"bfloat16, or {self.STAGE}.flash_attention to false"
-            )
-        return self

@@ -14,6 +14,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rlhf_core.config.passes import PassConfig
+from rlhf_core.errors import ModelError
 from rlhf_core.models.attention import attend_by_flash
 from rlhf_core.models.compiled_layers import check_compiles
 from rlhf_core.models.lora import set_adapter_dropout
@@ -82,6 +83,9 @@ def prepare_passes(model: nn.Module, config: PassConfig, device: torch.device) -
     if config.compile_layers:
         check_compiles(model, device)
     if config.flash_attention:
+        # not when it is configured: which arithmetic a machine takes, a run may decide by itself
+        if device.type != "cpu" and config.dtype == "float32":
+            raise ModelError("flash_attention knows 16 bits alone, but dtype is float32; set it to bfloat16")
         attend_by_flash(model, device)
 
 

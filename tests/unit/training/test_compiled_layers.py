@@ -78,15 +78,13 @@ def test_flash_attention_is_refused_without_a_gpu() -> None:
         ModelError, match="flash_attention needs a GPU and the library flash_attn, and here is CPU; set"
     ):
         prepare_passes(tiny_llama(), config, CPU)
+    with pytest.raises(ModelError, match="knows 16 bits alone, but dtype is float32; set it to bfloat16"):
+        prepare_passes(tiny_llama(), config.model_copy(update={"dtype": "float32"}), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        (
-            {"flash_attention": True, "dtype": "float32"},
-            "ppo.flash_attention knows 16 bits alone, but ppo.dtype is float32",
-        ),
         ({"flash_attention": True, "strategy": "3d", "tp": 2, "num_trainers": 2}, "ppo.flash_attention needs layers"),
         ({"compile_layers": True, "strategy": "zero2"}, "ppo.compile_layers needs layers that no strategy changes"),
     ],

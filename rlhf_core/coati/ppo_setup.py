@@ -86,7 +86,7 @@ def learning_config(
 
 
 def check_run(seed: int, buffer_limit: int, critic: tuple[Any, ...], options: PPOOptions) -> None:
-    """See that numbers are in range, and that a critic comes with what trains it.
+    """See that numbers are in range, that choices go together, and that a critic comes with what trains it.
 
     Args:
         seed: of the run.
@@ -100,6 +100,8 @@ def check_run(seed: int, buffer_limit: int, critic: tuple[Any, ...], options: PP
     for name, value in (("seed", seed), ("buffer_limit", buffer_limit)):
         if value < 0:
             raise ConfigError(f"{name} must be at least 0, got {value}")
+    if options.flash_attention and options.rollout_dtype == "float32":  # the actor itself answers prompts
+        raise ConfigError("flash_attention knows 16 bits alone, but rollout_dtype is float32; set that to bfloat16")
     names = ("critic_optim", "critic_lr_scheduler", "critic_booster")
     missing = [name for name, value in zip(names, critic[1:], strict=True) if value is None]
     if critic[0] is not None and missing and options.advantage_estimator == WITH_CRITIC:

@@ -10,7 +10,7 @@ from rlhf_core.config.base import Config, Dtype
 class PassConfig(Config):
     """Passes forward and backward."""
 
-    STAGE: ClassVar[str] = "ppo"
+    STAGE: ClassVar[str]
     """Section of the configuration, for messages."""
     dtype: Dtype = "bfloat16"
     """Arithmetic of the forward pass (autocast over float32 trainable weights)."""
@@ -18,6 +18,6 @@ class PassConfig(Config):
     """Compute activations again in the backward pass instead of keeping them."""
     compile_layers: bool = False
     """Have PyTorch compile the transformer's layers, some ten seconds once for each process; for long runs on GPUs
-    (untried). A run that is resumed then goes on within rounding, not to the bit."""
+    (untried). A resumed run then agrees within rounding, not to the bit."""
     flash_attention: bool = False
-    """Attend by the library flash_attn, which leaves out padding; on GPUs alone, in 16 bits (untried)."""
+    """Attend by the library flash_attn, which leaves out padding; on GPUs only, with a dtype of 16 bits (untried)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -86,6 +86,7 @@ class SamplingConfig(Config):
 class PPOOptions(PassConfig):
     """Choices of the algorithm that coati's `PPOTrainer` has no parameter for."""
 
+    STAGE: ClassVar[str] = "ppo"
     advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp"] = "gae"
     """All but gae compare the samples of a prompt (reinforce_pp: of the batch) and need no critic."""
     samples_per_prompt: Positive = 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Positive
 from rlhf_core.config.strategy import AdapterTrainersConfig
@@ -28,6 +28,15 @@ class SFTConfig(AdapterTrainersConfig):
     """Tokens of prompt and response together; a longer demonstration is an error."""
     packing: bool = False
     """Put several demonstrations of a batch into one row of `max_length` tokens; none of them sees another."""
+
+    @model_validator(mode="after")
+    def _packs_with_a_mask(self) -> Self:
+        if self.packing and self.flash_attention:
+            raise ValueError(
+                "sft.packing keeps demonstrations apart by a mask that sft.flash_attention does not take; set one of "
+                "them to false"
+            )
+        return self
 
 
 class RewardModelConfig(AdapterTrainersConfig):

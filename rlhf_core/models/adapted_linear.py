@@ -42,7 +42,7 @@ class AdaptedLinear(lora.Linear):  # type: ignore[misc]  # peft is not typed
         rows = x.reshape(-1, x.shape[-1])
         given = (rows, weight, base.bias, is_widened(base), scales)
         shape = (*x.shape[:-1], len(weight))
-        if not torch.is_grad_enabled():  # torch.compile then takes the function's inputs for others
+        if not torch.is_grad_enabled():  # there torch.compile would pass the function its context instead of `x`
             return _products(*given, factors).out.view(shape)
         out: Tensor = _Adapted.apply(*given, *factors)  # type: ignore[no-untyped-call]
         return out.view(shape)

@@ -22,6 +22,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.shape import SHORT_ROW
 from rlhf_core.models.trunk import unwrapped
 
+_FLASH = "flash_attention_2"
 _OTHER_FORMS = ("softcap", "position_bias", "s_aux")
 """Change the scores in some architectures; the kernel knows or refuses them."""
 
@@ -80,24 +81,27 @@ def attend(
     return found.view(rows, heads, length, -1).transpose(1, 2).contiguous(), None
 
 
-def attend_by_flash(model: Any, device: torch.device) -> None:
+def attend_by_flash(model: Any) -> None:
     """Have a model attend by the library flash_attn, in place.
 
     Raises:
-        ModelError: if that cannot be had here.
+        ModelError: if its architecture cannot, or the library is not for this machine.
     """
-    if not has_flash_attention(device):
-        raise ModelError(
-            f"flash_attention needs a GPU and the library flash_attn, and here is {device.type.upper()}"
-            f"{'' if device.type == 'cpu' else ' without that library'}; set flash_attention to false"
-        )
     inner = unwrapped(model)
-    getattr(inner, "trunk", inner).set_attn_implementation("flash_attention_2")
+    trunk, told = getattr(inner, "trunk", inner), "its architecture has no form for it"
+    try:
+        trunk.set_attn_implementation(_FLASH)
+    except (ImportError, ValueError) as error:
+        told = next(iter(str(error).strip().splitlines()), told)
+    if trunk.config._attn_implementation != _FLASH:  # transformers only warns
+        raise ModelError(f"{type(trunk).__name__} cannot attend by flash_attn ({told}); set flash_attention to false")
 
 
-def has_flash_attention(device: torch.device) -> bool:
-    """Return whether the library flash_attn can be had on a device."""
-    return device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+def flash_attention_lacks(device: torch.device) -> str | None:
+    """Return what the library flash_attn needs and is not here, in words; None if nothing."""
+    if device.type != "cuda":
+        return "a GPU"
+    return None if importlib.util.find_spec("flash_attn") else "the library flash_attn"
 
 
 def _is_ours(

@@ -18,7 +18,8 @@ from rlhf_core.errors import ConfigError, ModelError, TrainingError
 from rlhf_core.generation import notes_suffice
 from rlhf_core.kernels.compiled import used_on
 from rlhf_core.models.adapted_linear import IN_TURN, JOINED
-from rlhf_core.models.compiled_layers import layers_compiled
+from rlhf_core.models.attention import attend_by_flash
+from rlhf_core.models.compiled_layers import CompiledLayers
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import adapter_config, merged_parameters
 from rlhf_core.models.shape import NO_LIMIT
@@ -30,9 +31,9 @@ from rlhf_core.ppo.order import Rows
 from rlhf_core.ppo.ptx import PtxSource
 from rlhf_core.ppo.step import StepContext, first_logprobs, step_all
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
-from rlhf_core.training.boosted import awake, exact, pass_cost, ranks_of, strategy_booster
+from rlhf_core.training.boosted import awake, exact, keeps_layers, pass_cost, ranks_of, strategy_booster
 from rlhf_core.training.micro_batches import AS_TREE, IN_SHORT_PASSES, PassCost
-from rlhf_core.training.modes import checkpoint_activations, prepare_passes
+from rlhf_core.training.modes import check_passes, checkpoint_activations
 from rlhf_core.training.optim import Trained, make_trained, warmup_then_constant
 from rlhf_core.training.padding import PaddedBatch
 from rlhf_core.training.state import LearnerState, load_state_tensors, state_tensors
@@ -124,6 +125,7 @@ class PPOLearner:
     ) -> None:
         check_options(config, has_critic=critic is not None or apart)
         self.device = torch.device(device)
+        check_passes(config, self.device)
         self.config = config
         self.steps = 0
         """Optimizer steps taken or, by the guard, left out."""
@@ -131,6 +133,12 @@ class PPOLearner:
             logger.info("advantage estimator %s needs no critic; it stays as it is", config.advantage_estimator)
             critic = None
         self._roles = {role: each for role, each in (("actor", actor), ("critic", critic)) if each is not None}
+        wanted = [name for name in ("compile_layers", "flash_attention") if getattr(config, name)]
+        if wanted and not all(keeps_layers(each.booster) for each in self._roles.values()):
+            raise ConfigError(
+                f"{config.STAGE}.{wanted[0]} needs layers that no booster changes; give boosters of plain or ddp, or "
+                "set it to false"
+            )
         self.ranks = current_ranks() if ranks is None else ranks
         self.ptx = ptx
         self._seed = seed
@@ -149,7 +157,9 @@ class PPOLearner:
             trained.model.eval()
             if config.gradient_checkpointing:
                 checkpoint_activations(trained.model)
-            prepare_passes(trained.model, config, self.device)
+            if config.flash_attention:
+                attend_by_flash(trained.model)
+        self._compiled = [CompiledLayers(each.model) for each in self._roles.values() if config.compile_layers]
 
     @classmethod
     def build(
@@ -373,12 +383,12 @@ class PPOLearner:
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Have models gone through in the block as the run began, and as it is configured."""
+        """Run the block with passes as they were when the run began, and as they are configured."""
         with ExitStack() as contexts:
             if self._rows is None:
                 contexts.enter_context(each_by_itself())
-            for trained in self._roles.values() if self.config.compile_layers else ():
-                contexts.enter_context(layers_compiled(trained.model))
+            for layers in self._compiled:
+                contexts.enter_context(layers.in_use())
             yield
 
     def _context(self) -> StepContext:

@@ -32,6 +32,8 @@ class BaseBooster(ABC):
         ranks: who trains together; None takes torch.distributed's default group, if there is one.
     """
 
+    keeps_layers = False
+
     def __init__(self, precision: Precision = "fp32", max_norm: float | None = 1.0, ranks: Ranks | None = None) -> None:
         if precision not in get_args(Precision):
             raise ConfigError(f"expected precision fp32, bf16 or fp16, got {precision!r}")

@@ -89,6 +89,8 @@ class OwnBooster(Booster, Protocol):
     """Gradients are clipped to this norm over all weights and ranks; None never clips."""
     equal_passes: bool
     """Whether backward passes communicate, so that every rank must make as many of them."""
+    keeps_layers: bool
+    """Whether layers stay as they were, so that they may be compiled, and attend in another way."""
 
     @property
     def autocast_dtype(self) -> torch.dtype:

@@ -202,6 +202,7 @@ class PlainBooster(BaseBooster):
     """
 
     equal_passes = False
+    keeps_layers = True
 
     def boost(
         self,

@@ -14,7 +14,8 @@ from rlhf_core.config import RewardModelConfig, SFTConfig
 from rlhf_core.errors import DataError
 from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.functional.losses import lm_loss, pairwise_loss
-from rlhf_core.models.compiled_layers import layers_compiled
+from rlhf_core.models.attention import attend_by_flash
+from rlhf_core.models.compiled_layers import CompiledLayers
 from rlhf_core.models.head_slices import read_logits
 from rlhf_core.models.token_tree import TokenTree, read_columns, tree_of
 from rlhf_core.models.trunk import (
@@ -32,7 +33,7 @@ from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised.batches import PairBatch, TokenBatch
 from rlhf_core.training.boosted import held_back, passes, strategy_booster
 from rlhf_core.training.micro_batches import FEW_PASSES, PassCost, of_like_length
-from rlhf_core.training.modes import prepare_passes, training_mode, undisturbed
+from rlhf_core.training.modes import check_passes, training_mode, undisturbed
 from rlhf_core.training.optim import Metrics, OnStep, Trained, make_trained, take_step, warmup_then_decay
 
 Micro = TypeVar("Micro")
@@ -94,9 +95,11 @@ def boosted_for_stage(
         other_lrs: as for `make_trained`.
 
     Raises:
-        ModelError: if its layers cannot be gone through as the configuration says.
+        ModelError: if the model, or its device, cannot compute as the configuration says.
     """
-    prepare_passes(model, config, device_of(model))
+    check_passes(config, device_of(model))
+    if config.flash_attention:
+        attend_by_flash(model)
     steps = config.epochs * -(-samples // (config.batch_size * ranks.world_size))
     return make_trained(
         model,
@@ -140,7 +143,7 @@ def train_epochs(
     history: list[Metrics] = []
     with (
         gradients_checkpointed(trained.model) if config.gradient_checkpointing else nullcontext(),
-        layers_compiled(trained.model) if config.compile_layers else nullcontext(),
+        CompiledLayers(trained.model).in_use() if config.compile_layers else nullcontext(),
         training_mode(
             trained.model,
             seed=seed + ranks.rank,  # ranks must not drop the same units

@@ -162,6 +162,12 @@ def pass_cost(booster: Booster, model: Any, device: torch.device) -> PassCost:
     return cost._replace(is_tree=cost.is_tree and can_branch(model))
 
 
+def keeps_layers(booster: Booster) -> bool:
+    """Return whether a booster leaves a model's layers as they were; of another's booster nobody knows."""
+    ours = own(booster)
+    return ours is not None and ours.keeps_layers
+
+
 def rounds(booster: Booster, items: Iterable[T], ranks: Ranks, *, what: str) -> Iterator[T | None]:
     """Yield what is to go through the model; None for an idle pass, where passes wait for ranks that have more.
 

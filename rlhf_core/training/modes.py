@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rlhf_core.config.passes import PassConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.attention import attend_by_flash
+from rlhf_core.models.attention import flash_attention_lacks
 from rlhf_core.models.compiled_layers import check_compiles
 from rlhf_core.models.lora import set_adapter_dropout
 from rlhf_core.models.trunk import checkpoint_gradients, disable_dropout
@@ -74,19 +74,23 @@ def checkpoint_activations(model: nn.Module) -> None:
     checkpoint_gradients(model)
 
 
-def prepare_passes(model: nn.Module, config: PassConfig, device: torch.device) -> None:
-    """See that a model can be gone through as the configuration says, and choose its attention, in place.
+def check_passes(config: PassConfig, device: torch.device, *, try_compiling: bool = True) -> None:
+    """See that a device can compute as the configuration says, before anything expensive starts.
 
     Raises:
-        ModelError: if it cannot, on this device.
+        ModelError: if it cannot; it names the stage.
     """
-    if config.compile_layers:
-        check_compiles(model, device)
+    stage = config.STAGE
     if config.flash_attention:
+        if lacks := flash_attention_lacks(device):
+            raise ModelError(f"{stage}.flash_attention needs {lacks}, which is not here; set it to false")
         # not when it is configured: which arithmetic a machine takes, a run may decide by itself
-        if device.type != "cpu" and config.dtype == "float32":
-            raise ModelError("flash_attention knows 16 bits alone, but dtype is float32; set it to bfloat16")
-        attend_by_flash(model, device)
+        if config.dtype == "float32":
+            raise ModelError(
+                f"{stage}.flash_attention knows 16 bits alone, but {stage}.dtype is float32; set that to bfloat16"
+            )
+    if config.compile_layers and try_compiling:
+        check_compiles(device, stage=stage)
 
 
 @contextmanager

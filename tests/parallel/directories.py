@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from rlhf_core.strategy.ranks import Ranks
 
 
@@ -21,3 +23,11 @@ def directory_of_all(ranks: Ranks) -> Iterator[Path]:
     finally:
         if ranks.is_first:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def compiled_in_a_directory(ranks: Ranks) -> Iterator[None]:
+    """Run the block with such a directory for what PyTorch compiles."""
+    with directory_of_all(ranks) as path, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
+        yield

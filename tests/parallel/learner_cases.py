@@ -30,6 +30,7 @@ from rlhf_core.training.boosted import weights as held_weights
 from rlhf_core.training.optim import Trained, take_step
 from rlhf_core.training.state import prefixed
 from rlhf_core.types import Experience
+from tests.parallel.directories import compiled_in_a_directory
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama
 from tests.unit.ppo.experience import PROMPTS, RESPONSES, tiny_experience
@@ -114,6 +115,11 @@ def whole_step(ranks: Ranks, strategy: str = "plain") -> Found:
 
 def adapters(ranks: Ranks, strategy: str = "plain") -> Found:
     return step(ranks, strategy, lora=LORA, micro_batch_size=1)
+
+
+def compiled(ranks: Ranks, strategy: str = "plain") -> Found:
+    with compiled_in_a_directory(ranks):
+        return step(ranks, strategy, compile_layers=True)
 
 
 def mixed(ranks: Ranks, strategy: str = "plain") -> Found:

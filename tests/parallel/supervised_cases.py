@@ -26,7 +26,7 @@ from rlhf_core.supervised.sft import SFTTrainer, train_sft
 from rlhf_core.supervised.trainer import SupervisedTrainer
 from rlhf_core.training.boosted import plain_model, weights
 from rlhf_core.training.optim import Trained
-from tests.parallel.directories import directory_of_all
+from tests.parallel.directories import compiled_in_a_directory, directory_of_all
 from tests.parallel.ranks import Found
 from tests.parallel.strategy_cases import laid_out
 from tests.tiny_llama import tiny_llama
@@ -72,6 +72,11 @@ def sft_packed_adapters(ranks: Ranks, strategy: str = "plain") -> Found:
 
 def sft_checkpointed(ranks: Ranks, strategy: str = "plain") -> Found:
     return _sft(ranks, strategy, EXAMPLES, gradient_checkpointing=True)
+
+
+def sft_compiled(ranks: Ranks, strategy: str = "plain") -> Found:
+    with compiled_in_a_directory(ranks):
+        return _sft(ranks, strategy, EXAMPLES, compile_layers=True)
 
 
 def sft_with_nothing_for_the_second_rank(ranks: Ranks, strategy: str = "plain") -> Found:

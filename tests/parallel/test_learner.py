@@ -36,7 +36,7 @@ STRATEGIES = ("ddp", "zero2", "gemini")
 SHARED = [
     *(f"{case}:{strategy}" for strategy in STRATEGIES for case in ("whole", "mixed", "unequal_micro_batches")),
     *(f"{case}:{strategy}" for strategy in STRATEGIES for case in ("sliced", "from_reward_model")),
-    "adapters:ddp", "adapters:zero2",
+    "adapters:ddp", "adapters:zero2", "compiled:ddp",
 ]  # fmt: skip
 SHARED_EPISODES = [f"{case}:{strategy}" for strategy in STRATEGIES for case in ("uneven", "checkpointed")]
 GONE_ON = ("gone_on:plain:gemini", "gone_on:gemini:zero2", "gone_on:zero2:ddp", "gone_on:ddp:plain")

@@ -24,7 +24,7 @@ IN_PARTS = ("3d-tp2", "3d-pp2", "3d-sp2")
 SHARED = [
     f"{case}:{strategy}" for strategy in STRATEGIES
     for case in ("sft", "sft_checkpointed", "sft_with_nothing_for_the_second_rank", "reward_model")
-] + ["sft_packed_adapters:ddp", "sft_packed_adapters:zero2"]  # fmt: skip
+] + ["sft_packed_adapters:ddp", "sft_packed_adapters:zero2", "sft_compiled:ddp"]  # fmt: skip
 SHARED_RUNS = [f"{case}:{strategy}" for strategy in (*STRATEGIES, *IN_PARTS) for case in (*RUNS, "resumed")] + [
     f"resumed:{strategy}:0.3" for strategy in IN_PARTS
 ]

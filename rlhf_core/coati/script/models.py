@@ -19,7 +19,7 @@ from rlhf_core.coati.script.checks import parts_of, read_lora
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import CONFIG_FILE, is_adapter_directory, load_adapters, save_adapters
-from rlhf_core.models.attention import attend_by_flash, has_flash_attention
+from rlhf_core.models.attention import attend_by_flash, flash_attention_lacks
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.heads import HEAD_FILE
@@ -89,13 +89,13 @@ def build_models(args: Namespace, device: torch.device, tell: Callable[[str], No
     # switched off, adapters leave the policy as it was, unless they changed the base too
     own_reference = lora is None or lora.init == "pissa" or lora.bias != "none"
     initial_model = load_policy(directory, frozen, device).requires_grad_(False) if own_reference else None
-    flash = args.use_flash_attn and has_flash_attention(device)
-    if args.use_flash_attn and not flash:
-        tell("--use_flash_attn needs a GPU and the library flash_attn; attention runs as sdpa")
+    lacks = flash_attention_lacks(device)
+    if args.use_flash_attn and lacks:
+        tell(f"--use_flash_attn needs {lacks}, which is not here; attention runs as sdpa")
     for model in (actor, critic.trunk):
         disable_dropout(model)
-        if flash:
-            attend_by_flash(model, device)
+        if args.use_flash_attn and not lacks:
+            attend_by_flash(model)
         if lora is not None:
             attach_lora(model, lora, seed=args.seed)
     if reward_model is not None:

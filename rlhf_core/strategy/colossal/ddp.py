@@ -25,6 +25,8 @@ class DDPBooster(ColossalBooster):
     gradient, so that weight decay does not move it.
     """
 
+    keeps_layers = True
+
     def _plugin(self) -> Any:
         return upstream("colossalai.booster.plugin").TorchDDPPlugin(
             # Rank 0's buffers went round in boost. Sent at every forward pass, they would make ranks wait for each

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_core.config import DataConfig, EvaluationConfig, PipelineConfig, PPOConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.generation import vllm_engine
 from rlhf_core.models import loading
 from tasks import preflight
@@ -230,3 +230,23 @@ def test_an_engine_that_is_not_installed_is_refused(context: Context, monkeypatc
     monkeypatch.setattr(vllm_engine, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="needs the package vllm, which is not installed; run `make vllm`"):
         preflight.preflight.fn(preset(engine="vllm"), trains="ppo", stages=["ppo"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"flash_attention": True}, "ppo.flash_attention needs a GPU, which is not here; set it to false"),
+        (
+            {"compile_layers": True},
+            r"ppo.compile_layers: PyTorch cannot compile here \(.*no-such-compiler.*, or set it to false",
+        ),
+    ],
+)
+def test_passes_that_this_machine_cannot_have_are_refused_before_an_earlier_stage(
+    context: Context, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], told: str
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(preflight, "open_context", lambda: context)
+    no_compiler = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with no_compiler, pytest.raises(ModelError, match=told):
+        preflight.preflight.fn(preset(**changes), trains="ppo", stages=["sft", "ppo"])

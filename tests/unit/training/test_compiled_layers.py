@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 from pydantic import ValidationError
+from torch._dynamo import eval_frame
 from torch._dynamo.utils import counters
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from rlhf_core.config import LoRAConfig, PPOConfig, SFTConfig
-from rlhf_core.errors import ModelError
-from rlhf_core.training.modes import prepare_passes
+from rlhf_core.errors import ConfigError, ModelError, TrainingError
+from rlhf_core.models import attention
+from rlhf_core.models.attention import attend_by_flash
+from rlhf_core.models.compiled_layers import CompiledLayers
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.token_tree import can_branch
+from rlhf_core.strategy.plain import PlainBooster
+from rlhf_core.training import modes
+from rlhf_core.training.modes import check_passes
 from tests.tiny_llama import tiny_llama
 from tests.unit.ppo.test_options import gradients, learner, shifted
 from tests.unit.supervised.test_sft import CONFIG as SFT
@@ -60,26 +71,83 @@ def test_compiled_layers_learn_the_same_from_demonstrations_and_compute_activati
     torch.testing.assert_close(other.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-4)
 
 
-def test_without_a_compiler_layers_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_compiled_in_the_block_alone_whatever_the_thread_and_how_it_ends() -> None:
+    model = tiny_llama()
+    ours, layer = CompiledLayers(model), model.model.layers[0]
+
+    def in_a_block() -> tuple[int, int]:
+        with suppress(TrainingError), ours.in_use():
+            assert layer._compiled_call_impl is not None
+            found = torch._dynamo.config.recompile_limit, torch._inductor.config.compile_threads
+            raise TrainingError("in the block")
+        return found
+
+    in_a_block()
+    known = len(eval_frame.cached_backends)
+    with ThreadPoolExecutor(1) as other:
+        limit, compilers = other.submit(in_a_block).result()
+    assert layer._compiled_call_impl is None
+    assert limit > torch._dynamo.config.recompile_limit
+    assert compilers == 1
+    assert len(eval_frame.cached_backends) == known
+
+
+def test_without_a_compiler_layers_are_not_compiled() -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ModelError, match=r"PyTorch cannot compile layers here \(.*, or set compile_layers to false"):
+    no_compiler = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with (
+        no_compiler,
+        pytest.raises(ModelError, match=r"sft.compile_layers: PyTorch cannot compile here \(.*, or set it to false"),
+    ):
         train(COMPILED)
 
 
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="Linear has no layers that can be compiled; set compile_layers to false"):
-        prepare_passes(torch.nn.Linear(2, 2), COMPILED, CPU)
+        CompiledLayers(torch.nn.Linear(2, 2))
 
 
-def test_flash_attention_is_refused_without_a_gpu() -> None:
+def test_flash_attention_is_refused_without_a_gpu_without_the_library_and_in_32_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = SFTConfig(flash_attention=True)
-    with pytest.raises(
-        ModelError, match="flash_attention needs a GPU and the library flash_attn, and here is CPU; set"
-    ):
-        prepare_passes(tiny_llama(), config, CPU)
-    with pytest.raises(ModelError, match="knows 16 bits alone, but dtype is float32; set it to bfloat16"):
-        prepare_passes(tiny_llama(), config.model_copy(update={"dtype": "float32"}), torch.device("cuda"))
+    with pytest.raises(ModelError, match=r"^sft.flash_attention needs a GPU, which is not here; set it to false$"):
+        train(config)
+    for spec, dtype, told in ((None, "bfloat16", "needs the library flash_attn"), (1, "float32", "knows 16 bits")):
+        monkeypatch.setattr(attention.importlib.util, "find_spec", lambda _, spec=spec: spec)
+        with pytest.raises(ModelError, match=f"^sft.flash_attention {told}"):
+            check_passes(config.model_copy(update={"dtype": dtype}), torch.device("cuda"))
+
+
+def test_a_model_that_cannot_attend_by_flash_is_refused() -> None:
+    for model in (tiny_llama(), BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2))):
+        kept = model.config._attn_implementation
+        with pytest.raises(ModelError, match=rf"^{type(model).__name__} cannot attend by flash_attn \(.*; set"):
+            attend_by_flash(model)
+        assert model.config._attn_implementation == kept
+
+
+def test_a_critic_attends_by_flash_and_the_actor_that_it_came_from_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = tiny_llama()
+    critic = Critic.from_causal_lm(actor)
+    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda _, name, *__, **___: name)
+    attend_by_flash(critic)
+    assert critic.trunk.config._attn_implementation == "flash_attention_2"
+    assert not can_branch(critic)
+    assert actor.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("option", ["compile_layers", "flash_attention"])
+def test_layers_that_a_booster_changes_are_left_alone(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainBooster, "keeps_layers", False)
+    monkeypatch.setattr(modes, "flash_attention_lacks", lambda _: None)
+    with pytest.raises(ConfigError, match=f"ppo.{option} needs layers that no booster changes; give boosters of plain"):
+        learner(dtype="bfloat16", **{option: True})
+
+
+def test_packed_demonstrations_are_not_attended_to_by_flash() -> None:
+    with pytest.raises(ValidationError, match=r"sft.packing keeps demonstrations apart by a mask that sft\.flash"):
+        SFTConfig(packing=True, flash_attention=True)
 
 
 @pytest.mark.parametrize(

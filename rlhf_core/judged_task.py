@@ -28,6 +28,8 @@ _DATE = re.compile(r"(?<!\d)(?:19|20)\d\d([-_./]?)(?:0[1-9]|1[0-2])\1(?:0[1-9]|[
 _SIGNATURE = re.compile(r"\?[^/]*=.*$")
 _LONGEST_SLUG = 20
 _DIGITS = 6
+_NOBODY = str(None)
+"""So it stands in the digests of names that are stored."""
 
 
 class JudgedTask(NamedTuple):
@@ -38,7 +40,7 @@ class JudgedTask(NamedTuple):
     told: str
     """The same in words."""
     judge: str
-    """The verifier's name, or `reward_model`."""
+    """The verifier's name, `reward_model`, or `None` where nobody judges."""
     slug: str
     """A short word for names: letters, digits, dashes."""
 
@@ -48,7 +50,7 @@ class JudgedTask(NamedTuple):
         return hashlib.sha256(f"{self.origins} {self.judge}".encode()).hexdigest()[:_DIGITS]
 
     def __str__(self) -> str:
-        return f"{self.told}, judged by {self.judge}"
+        return self.told if self.judge == _NOBODY else f"{self.told}, judged by {self.judge}"
 
 
 def task_of(data: DataConfig, evaluation: EvaluationConfig) -> JudgedTask:

@@ -125,3 +125,9 @@ def test_what_a_stored_configuration_does_not_tell_is_no_task() -> None:
     assert task_of_stored({"data": {"of": "a later release"}}) is None
     assert task_of_stored({"data": SORTING, "evaluation": None}) is None
     assert task_of_stored({"data": DataConfig.model_validate(SORTING).model_dump(mode="json")}) == task(SORTING)
+
+
+def test_a_task_that_nobody_judges_names_no_judge_and_keeps_its_digest() -> None:
+    found = task({"demonstrations": "/data/sums.jsonl"})
+    assert str(found) == "demonstrations of /data/sums.jsonl"
+    assert found.digest == "49caeb"

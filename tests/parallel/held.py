@@ -76,4 +76,6 @@ def measured(make: Callable[[], Trained], loss_of: Callable[[nn.Module], Tensor]
 
 
 def _is_plain(tensor: Any) -> bool:
-    return type(tensor).__module__.partition(".")[0] in {"torch", "colossalai"} and tensor.layout is torch.strided
+    of = type(tensor).__module__
+    is_traced = of.startswith("torch._subclasses.")  # by torch.compile; it has no memory
+    return of.partition(".")[0] in {"torch", "colossalai"} and not is_traced and tensor.layout is torch.strided

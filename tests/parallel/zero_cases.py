@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from functools import partial
@@ -19,6 +18,7 @@ from rlhf_core.strategy.colossal.compat.zero import GlooCollectives
 from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.optimizer import GradientError
 from rlhf_core.strategy.ranks import Ranks
+from tests.parallel.held import held_bytes
 from tests.parallel.ranks import Found
 from tests.parallel.zero_model import CLIP, Taught, assorted, boosted, gradient_pass, gradients, rows, teach
 
@@ -145,19 +145,6 @@ def held(ranks: Ranks, strategy: StrategyName, precision: str) -> Found:
             "buckets": buckets,
         }
     )
-
-
-def held_bytes() -> int:
-    """Return bytes of the storages of all tensors, each once."""
-    gc.collect()
-    sizes = {}
-    for each in gc.get_objects():
-        if isinstance(each, Tensor):
-            for tensor in (each, each.grad if each.is_leaf else None):
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
 
 
 def waiting(ranks: Ranks) -> Found:

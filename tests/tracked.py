@@ -45,7 +45,8 @@ def _tensorboard(directory: Path, project: str) -> list[tuple[str, str, int, flo
         (name, figure, event.step, event.value)
         for name, run in runs.items()
         for figure in run.Tags()["scalars"]
-        for event in run.Scalars(figure)
+        # files of two processes that began in the same second are read in the order of their ids as text
+        for event in sorted(run.Scalars(figure), key=lambda event: event.step)
     ]
 
 

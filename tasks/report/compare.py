@@ -116,7 +116,7 @@ def _stages(context: Context, policy: Manifest) -> list[StageResult]:
         for kind, stage in _STAGES.items()
         if kind in parents and store.holds(parents[kind])
     ]
-    return [*found, stage_result("ppo", policy, reused=True)]
+    return [*found, stage_result("sft" if policy.kind == "sft" else "ppo", policy, reused=True)]
 
 
 def _difference(rows: Sequence[dict[str, Any]], old: str, new: str, *, by_model: bool) -> Decision:

@@ -170,7 +170,8 @@ def gather(
     policy, store = stages[-1], context.store
     decided = decision.policy
     came_from = store.lineage(ArtifactRef(decided, store.resolve(decided).digest))
-    samples, episodes = rows_of(context, policy, SAMPLES), rows_of(context, policy, METRICS)
+    # an SFT model, which may be compared too, was learnt without episodes
+    samples, episodes = (rows_of(context, policy, path) if policy.stage == "ppo" else [] for path in (SAMPLES, METRICS))
     steps = {stage.stage: rows_of(context, stage, METRICS) for stage in stages if stage.stage in _TRAINED}
     figures = Figures(episodes=episodes, samples=samples, **_known(stages, evaluations))
     against = decision.incumbent if compares else decision.champion

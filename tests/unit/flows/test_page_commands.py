@@ -34,12 +34,14 @@ def answers(*, right: int, of: int = 20) -> bytes:
     return b"".join(json.dumps({**row, "score": float(row["correct"])}).encode() + b"\n" for row in rows)
 
 
-def policy(store: ArtifactStore, right: int, lr: float, *, is_asked: bool = True) -> str:
+def policy(store: ArtifactStore, right: int, lr: float, *, is_asked: bool = True, kind: str = "policy") -> str:
     """Store a policy, its evaluation and the run that made both; return the policy's reference."""
-    body = b"".join(json.dumps({"episode": at, "score": 0.5, "kl": 0.1 * at}).encode() + b"\n" for at in range(3))
+    row = {"score": 0.5, "kl": 0.1} if kind == "policy" else {"loss": 0.5}
+    unit = "episode" if kind == "policy" else "step"
+    body = b"".join(json.dumps({unit: at, **row}).encode() + b"\n" for at in range(3))
     data = store.commit("dataset", "a", {"problems.jsonl": b"1"}, key="data")
     made = store.commit(
-        "policy", "a", {"metrics.jsonl": body, "w": str(lr).encode()}, parents=[data], config={"ppo": {"lr": lr}},
+        kind, "a", {"metrics.jsonl": body, "w": str(lr).encode()}, parents=[data], config={"ppo": {"lr": lr}},
         metrics={"seconds": 100.0 * lr},
     )  # fmt: skip
     figures = {"policy": made.uri, "policy_digest": made.digest, "judge": "exact", "accuracy": right / 20}
@@ -127,6 +129,16 @@ def test_the_policies_of_two_runs_are_compared(store: ArtifactStore, capsys: pyt
     policy(store, 16, 0.5), policy(store, 10, 0.25)
     assert main(["compare", "run/a@1", "run/a@2"]) == 0
     assert "policy/a@2 against policy/a@1: -0.300" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_sft_model_is_compared_with_the_policy_that_was_made_from_it(
+    store: ArtifactStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = policy(store, 16, 0.5), policy(store, 10, 0.25, kind="sft")
+    assert main(["compare", first, second]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "sft/a@1 against policy/a@1: -0.300" in told
+    assert "PPO by episode" not in told
 
 
 def test_a_policy_that_was_never_evaluated_is_compared_with_nothing(

@@ -124,13 +124,10 @@ def preflight(
         ModelError: the machine cannot hold the models, or the model's path leads nowhere.
         StoreError: the store cannot be used, or a reference names nothing.
     """
-    import torch
-
     from infra.settings import settings
     from rlhf_core.forgetting.suites import check_suites
     from rlhf_core.models.locating import find_local
     from rlhf_core.models.memory import check_memory_for
-    from rlhf_core.training.modes import check_passes
 
     if trains == "ppo":
         check_ppo(config)
@@ -152,9 +149,7 @@ def preflight(
     check_parts(config, stages)
     here = [stage for stage in stages if address is None or not leaves_process(config, stage)]
     for stage in here:
-        cuda = _on_gpu(config, gpus[stage])
-        # a GPU is tried by who learns: this process takes no piece of one
-        check_passes(getattr(config, stage), torch.device("cuda" if cuda else "cpu"), try_compiling=not cuda)
+        _check_passes(config, stage, gpus=gpus[stage])
     check_memory_for(config, settings().models_dir, stages=here)
     if actor is not None and actor != BASE_MODEL:
         resolve_policy(context, config, actor)
@@ -216,6 +211,16 @@ def check_ppo(config: PipelineConfig) -> None:
 
 def _on_gpu(config: PipelineConfig, gpus: int) -> bool:
     return gpus > 0 and config.ppo.cluster.trainer_gpus != 0
+
+
+def _check_passes(config: PipelineConfig, stage: Trained, *, gpus: int) -> None:
+    import torch
+
+    from rlhf_core.training.modes import check_passes
+
+    cuda = _on_gpu(config, gpus)
+    # a GPU is tried by who learns: this process takes no piece of one
+    check_passes(getattr(config, stage), torch.device("cuda" if cuda else "cpu"), try_compiling=not cuda)
 
 
 def check_trainers(config: PipelineConfig, stages: Sequence[Trained], *, gpus: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from rlhf_core.coati.callbacks import Callback, PerformanceEvaluator
+from rlhf_core.config import PPOOptions
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.training.checkpoint import list_checkpoints
 from rlhf_core.training.optim import make_trained
@@ -271,6 +272,7 @@ def test_what_only_an_error_later_would_have_told_is_refused_before_anything_is_
         ({"critic_optim": None}, "there is a critic to train, but no critic_optim"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"buffer_limit": -1}, "buffer_limit must be at least 0, got -1"),
+        ({"options": PPOOptions(flash_attention=True, rollout_dtype="float32")}, "16 bits alone, but rollout_dtype is"),
     ):
         with pytest.raises(ConfigError, match=says):
             trainer(**changes)

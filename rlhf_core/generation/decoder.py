@@ -6,7 +6,7 @@ products, and what lies between them is one pass over memory each: a kernel's wh
 On CPUs products of few rows in float32 are a kernel's, too.
 
 Keys are kept with the tokens last, so that a query's products with them run along memory. Prompts go through
-transformers' own layers, and what these kept is taken over.
+transformers' own layers, and what these kept is taken over; kernels read it once for all samples of a prompt.
 
 On CUDA a token's hundreds of kernels can be recorded as a graph, once for each number of rows, and launched as one: of
 a small model they take longer to launch than to run. Its shapes are fixed, so attention goes over all that may come.
@@ -15,8 +15,10 @@ a small model they take longer to launch than to run. Its shapes are fixed, so a
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +40,8 @@ FIXED_ANGLES = ("default", "linear", "llama3")
 FEW_ROWS = {torch.float32: range(4, 225), torch.bfloat16: range(4, 129)}
 """How many rows of float32 our kernel multiplies faster than PyTorch, by the weights' dtype; measured with AVX."""
 _HAS_VECTORS = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+VECTOR = 16
+"""Numbers that our kernels read at once, at most."""
 WORTH_A_GRAPH = 16
 """Tokens to come, at least: to record one is more work than to draw one."""
 
@@ -115,30 +119,31 @@ class Decoder:
         """Tokens that are kept of each row."""
         for each, width in zip(passes, widths, strict=True):
             self._firsts[each.rows] = each.padding + (self.length - width)
+        self._prompts = torch.arange(len(self._firsts), device=one.device)
+        self._read = self.length if has_kernels(one.new_empty(0, dtype=dtype)) else 0
+        self._most = length - self._read
         self._kept = []
-        _, heads, _, size = one.shape
         for number in range(len(self._layers)):
-            keys = one.new_zeros(len(self._firsts), heads, size, length, dtype=dtype)
-            values = one.new_zeros(len(self._firsts), heads, length, size, dtype=dtype)
+            prompts, own = (_Kept.room(one, len(self._firsts), each, dtype) for each in (self._read, self._most))
             for each, width in zip(passes, widths, strict=True):
                 layer, places = each.cache.layers[number], slice(self.length - width, self.length)
-                keys[each.rows, :, :, places] = _without_gap(layer.keys, each.padding, shared).transpose(2, 3).to(dtype)
-                values[each.rows, :, places] = _without_gap(layer.values, each.padding, shared).to(dtype)
+                keys, values = (_without_gap(kept, each.padding, shared) for kept in (layer.keys, layer.values))
+                (prompts if self._read else own).write(each.rows, places, keys, values)
                 layer.keys = layer.values = None
-            self._kept.append((keys, values))
+            self._kept.append((prompts, own))
 
     def keep(self, rows: Int[Tensor, " N"]) -> None:
         """Keep these rows, each as often as it is named."""
-        self._firsts, self._graph = self._firsts[rows], None
-        for number, (keys, values) in enumerate(self._kept):  # one at a time: all of them twice may not fit
-            self._kept[number] = keys.index_select(0, rows), values.index_select(0, rows)
+        self._firsts, self._prompts, self._graph = self._firsts[rows], self._prompts[rows], None
+        for number, (prompts, own) in enumerate(self._kept):  # one at a time: all of them twice may not fit
+            self._kept[number] = prompts, own.of(rows)
 
     def next_logits(self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
         """Take in a token of each row, and return the scores of the next."""
-        at, most = self.length, self._kept[0][0].shape[3]
+        at = self.length - self._read
         self.length += 1
         with torch.autocast(tokens.device.type, enabled=False):
-            if self._graph is None and self._may_record and most - at >= WORTH_A_GRAPH:
+            if self._graph is None and self._may_record and self._most - at >= WORTH_A_GRAPH:
                 self._graph = _Graph(self._step, tokens, positions, torch.tensor([at], device=tokens.device))
             if self._graph is None:
                 return self._step(tokens, positions, at)
@@ -149,9 +154,41 @@ class Decoder:
         cosines, sines = (each[:, 0].contiguous() for each in self._model.rotary_emb(x, positions[:, None]))
         added = None
         for layer, kept in zip(self._layers, self._kept, strict=True):
-            attended = layer.attend(layer.before(x, added), cosines, sines, kept, self._firsts, at)
+            attended = layer.attend(
+                layer.before(x, added), cosines, sines, *kept, self._prompts, self._firsts, self._read, at
+            )
             added = layer.down(_gate(layer.gate_up(layer.after(x, layer.out(attended)))))
         return self._head(self._norm(x, added))
+
+
+class _Kept(NamedTuple):
+    """Keys and values of a layer."""
+
+    keys: Float[Tensor, "R K D L"]
+    values: Float[Tensor, "R K L D"]
+
+    @classmethod
+    def room(cls, like: Tensor, rows: int, length: int, dtype: torch.dtype) -> _Kept:
+        """Return zeros for heads as those of a pass [R K W D], at so many places."""
+        _, heads, _, size = like.shape
+        values = like.new_zeros(rows, heads, length, size, dtype=dtype)
+        return cls(_with_room_behind(values, (rows, heads, size, length)).zero_(), values)
+
+    def write(self, rows: Tensor, places: slice, keys: Tensor, values: Tensor) -> None:
+        """Take over what a pass kept of some rows, [R K W D]."""
+        self.keys[rows, :, :, places] = keys.transpose(2, 3).to(self.keys.dtype)
+        self.values[rows, :, places] = values.to(self.values.dtype)
+
+    def of(self, rows: Tensor) -> _Kept:
+        """Return a copy of these rows."""
+        keys = _with_room_behind(self.keys, (len(rows), *self.keys.shape[1:]))
+        torch.index_select(self.keys, 0, rows, out=keys)
+        return _Kept(keys, self.values.index_select(0, rows))
+
+
+def _with_room_behind(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return an empty tensor, behind whose last number kernels may read a vector."""
+    return like.new_empty(math.prod(shape) + VECTOR)[:-VECTOR].view(shape)
 
 
 def _can_record(tensor: Tensor) -> bool:
@@ -258,8 +295,7 @@ class _Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N O] from [N I]."""
-        parts = [product(x, each) for each in self._weights]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        out = product(x, *self._weights)
         if self._bias is not None:
             out += self._bias
         if self._factors is not None:
@@ -301,24 +337,30 @@ class _Factors(NamedTuple):
                 out[:, outputs].addmm_(low[:, ranks], b.T)
 
 
-def product(x: Float[Tensor, "N I"], weight: Float[Tensor, "O I"]) -> Float[Tensor, "N O"]:
-    """Return x W^T in the dtype of x, by our kernel or by PyTorch, whichever takes less time."""
-    if _has_product(x, weight):
-        out = x.new_empty(len(x), len(weight))
-        _multiply(x, weight, out)
-        return out
-    return nn.functional.linear(x, weight) if x.dtype == weight.dtype else wide_product(x, weight)
+def product(x: Float[Tensor, "N I"], *weights: Float[Tensor, "_ I"]) -> Float[Tensor, "N O"]:
+    """Return x W^T of weights one below the other, in the dtype of x.
+
+    It is our kernel's or PyTorch's, whichever takes less time.
+    """
+    if not all(_has_product(x, each) for each in weights):
+        parts = [nn.functional.linear(x, each) if x.dtype == each.dtype else wide_product(x, each) for each in weights]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    ends = list(accumulate(each.shape[0] for each in weights))
+    out = x.new_empty(x.shape[0], ends[-1])
+    for end, each in zip(ends, weights, strict=True):
+        _multiply(x, each, out[:, end - each.shape[0] : end])
+    return out
 
 
 def _has_product(x: Tensor, weight: Tensor) -> bool:
-    is_fast = _HAS_VECTORS and len(x) in FEW_ROWS.get(weight.dtype, ())
+    is_fast = _HAS_VECTORS and x.shape[0] in FEW_ROWS.get(weight.dtype, ())
     is_plain = x.dtype == torch.float32 and x.stride(1) == 1 and weight.is_contiguous()
     return is_fast and is_plain and has_kernels(weight)
 
 
 def _multiply(x: Tensor, weight: Tensor, out: Tensor, *, adds: bool = False) -> None:
     """Write x W^T to `out`, or add it to what is there."""
-    call("multiply", weight.dtype, x, weight, out, x.stride(0), out.stride(0), len(x), *weight.shape, adds)
+    call("multiply", weight.dtype, x, weight, out, x.stride(0), out.stride(0), x.shape[0], *weight.shape, adds)
 
 
 def _side_by_side(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -361,19 +403,37 @@ class _Layer(NamedTuple):
         )
 
     def attend(
-        self, x: Tensor, cosines: Tensor, sines: Tensor, kept: tuple[Tensor, Tensor], firsts: Tensor, at: int | Tensor
+        self,
+        x: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        prompts: _Kept,
+        own: _Kept,
+        prompt: Tensor,
+        firsts: Tensor,
+        read: int,
+        at: int | Tensor,
     ) -> Tensor:
         """Keep the new tokens' keys and values at a place, and return what each attends to, [R H D] as [R HD].
 
-        The place is a tensor in a graph, where all places are gone over.
+        Args:
+            x: [R E].
+            cosines: of the tokens' positions.
+            sines: of the same.
+            prompts: what is kept of them, apart from the rows.
+            own: what is kept of each row.
+            prompt: each row's.
+            firsts: the first place that each row attends to, of those of its prompt and its own.
+            read: places of a prompt; 0 where prompts are kept with the rows.
+            at: a place of the row's own; a tensor in a graph, where all places are gone over.
         """
-        qkv, (keys, values) = self.qkv(x), kept
+        qkv, (keys, values) = self.qkv(x), own
         (rows, shared, size, length), heads = keys.shape, self.heads
         if has_kernels(qkv):
-            form = (heads, shared, size, length)
+            form, out = (heads, shared, size, length), qkv.new_empty(rows, heads * size)
             call("turn", qkv.dtype, qkv, cosines, sines, keys, values, rows, at, *form)
-            out = qkv.new_empty(rows, heads * size)
-            call("attend", qkv.dtype, qkv, keys, values, firsts, out, rows, at + 1, self.scaling, *form)
+            apart = (*prompts, prompt, read, prompts.keys.shape[3])
+            call("attend", qkv.dtype, qkv, *apart, keys, values, firsts, out, rows, at + 1, self.scaling, *form)
             return out
         q, k, v = torch.split(qkv.view(rows, -1, size), [heads, shared, shared], dim=1)
         q, k = (_turned(each, cosines[:, None], sines[:, None]) for each in (q, k))
@@ -399,8 +459,8 @@ def _gate(both: Tensor) -> Tensor:
     """Return silu(gate) * up, [R F] from [R 2F]."""
     width = both.shape[-1] // 2
     if has_kernels(both):
-        out = both.new_empty(len(both), width)
-        call("gate", both.dtype, both, out, len(both), width)
+        out = both.new_empty(both.shape[0], width)
+        call("gate", both.dtype, both, out, *out.shape)
         return out
     gate, up = both.chunk(2, dim=-1)
     gated: Tensor = nn.functional.silu(gate) * up

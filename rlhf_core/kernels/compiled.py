@@ -29,7 +29,7 @@ _ARGUMENTS = {
     "norm": (*(_POINTER,) * 4, _INTEGER, _INTEGER, _FLOAT),
     "gate": (_POINTER, _POINTER, _INTEGER, _INTEGER),
     "turn": (*(_POINTER,) * 5, _INTEGER, _INTEGER, *_SHAPE),
-    "attend": (*(_POINTER,) * 5, _INTEGER, _INTEGER, _FLOAT, *_SHAPE),
+    "attend": (*(_POINTER,) * 4, _INTEGER, _INTEGER, *(_POINTER,) * 4, _INTEGER, _INTEGER, _FLOAT, *_SHAPE),
     "read": (_POINTER, _POINTER, _FLOAT, *(_POINTER,) * 4, *_SHAPE, _INTEGER),
     "read_backward": (_POINTER, _POINTER, _FLOAT, *(_POINTER,) * 6, *_SHAPE, _INTEGER),
     "draw": (_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _INTEGER, _INTEGER),

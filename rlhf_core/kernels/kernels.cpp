@@ -63,6 +63,30 @@ inline float exponential(float x) {
     return x < -87.0f ? 0.0f : (std::isnan(x) ? x : out);
 }
 
+#if defined(__AVX512F__)
+constexpr int64_t lanes = 16, held = 24;  // floats of a vector; vectors of sums that fit into registers
+#else
+constexpr int64_t lanes = 8, held = 12;
+#endif
+typedef float Vector __attribute__((vector_size(4 * lanes)));
+typedef uint32_t Bits __attribute__((vector_size(4 * lanes)));
+
+inline Vector load(const float* from) {
+    Vector out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+
+inline Vector load(const Half* from) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * lanes)));
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    Bits bits = __builtin_convertvector(halves, Bits) << 16;
+    Vector out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
 // x + added, which replaces x where something is added; then its norm, times a weight.
 template <typename T>
 void norm(T* x, const T* added, const T* weight, T* out, int64_t rows, int64_t width, float eps) {
@@ -100,7 +124,7 @@ void gate(const T* both, T* out, int64_t rows, int64_t width) {
     }
 }
 
-// Where a row's keys and values are: keys [row head size length], values [row head length size].
+// Where keys and values are: keys [row head size length], values [row head length size].
 struct Kept {
     int64_t heads, shared, size, length;
 };
@@ -136,54 +160,124 @@ void turn(T* qkv, const T* cosines, const T* sines, T* keys, T* values, int64_t 
     }
 }
 
-// What one token of each row attends to, of the tokens from the row's first to the last that is kept.
+// Scores of `members` queries, of one head of keys, at V vectors of places.
+template <int64_t V, int64_t members, typename T>
+inline void score_block(const float* queries, int64_t size, const T* keys, int64_t length, float* scores, int64_t across) {
+    Vector sums[members][V] = {};
+    for (int64_t i = 0; i < size; ++i, keys += length) {
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < V; ++v) {
+            Vector key = load(keys + v * lanes);
+#pragma GCC unroll 4
+            for (int64_t m = 0; m < members; ++m) sums[m][v] += queries[m * size + i] * key;
+        }
+    }
+    for (int64_t m = 0; m < members; ++m) std::memcpy(scores + m * across, sums[m], sizeof sums[m]);
+}
+
+// The same at all places from the first on. Less than a vector of what is behind the last is read, and has scores, too.
+template <int64_t members, typename T>
+void score(const float* queries, int64_t size, const T* keys, int64_t length, float* scores, int64_t across, int64_t first,
+           int64_t until) {
+    constexpr int64_t most = held / 6;
+    for (; first + most * lanes <= until; first += most * lanes)
+        score_block<most, members>(queries, size, keys + first, length, scores + first, across);
+    for (; first < until; first += lanes)
+        score_block<1, members>(queries, size, keys + first, length, scores + first, across);
+}
+
+// Makes scores e^(score - largest), and returns their sum.
+inline float exponentials(float* scores, int64_t first, int64_t until, float scaling) {
+    float most = -INFINITY;
+#pragma omp simd reduction(max : most)
+    for (int64_t t = first; t < until; ++t) {
+        scores[t] *= scaling;
+        most = scores[t] > most ? scores[t] : most;
+    }
+    float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+    for (int64_t t = first; t < until; ++t) {
+        scores[t] = exponential(scores[t] - most);
+        total += scores[t];
+    }
+    return total;
+}
+
+// Adds values, weighted, to V vectors of numbers of each member.
+template <int64_t V, int64_t members, typename T>
+inline void gather_block(const float* weights, int64_t across, const T* values, int64_t size, float* found,
+                         int64_t first, int64_t until) {
+    Vector sums[members][V];
+    for (int64_t m = 0; m < members; ++m) std::memcpy(sums[m], found + m * size, sizeof sums[m]);
+    for (int64_t t = first; t < until; ++t) {
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < V; ++v) {
+            Vector value = load(values + t * size + v * lanes);
+#pragma GCC unroll 4
+            for (int64_t m = 0; m < members; ++m) sums[m][v] += weights[m * across + t] * value;
+        }
+    }
+    for (int64_t m = 0; m < members; ++m) std::memcpy(found + m * size, sums[m], sizeof sums[m]);
+}
+
+template <int64_t members, typename T>
+void gather(const float* weights, int64_t across, const T* values, int64_t size, float* found, int64_t first,
+            int64_t until) {
+    constexpr int64_t most = held / 6;
+    int64_t i = 0;
+    for (; i + most * lanes <= size; i += most * lanes)
+        gather_block<most, members>(weights, across, values + i, size, found + i, first, until);
+    for (; i + lanes <= size; i += lanes)
+        gather_block<1, members>(weights, across, values + i, size, found + i, first, until);
+    for (; i < size; ++i)
+        for (int64_t m = 0; m < members; ++m)
+            for (int64_t t = first; t < until; ++t)
+                found[m * size + i] = std::fma(weights[m * across + t], to_float(values[t * size + i]), found[m * size + i]);
+}
+
+template <int64_t n>
+using Count = std::integral_constant<int64_t, n>;
+
+// What one token of each row attends to: `read` places of its prompt, from the row's first on, and its own tokens.
+// Rows of one prompt come one after another: what they read stays in the cache. Behind all keys a vector can be read.
 template <typename T>
-void attend(const T* qkv, const T* keys, const T* values, const int64_t* firsts, T* out, int64_t rows, int64_t until,
-            float scaling, Kept kept) {
-    int64_t group = kept.heads / kept.shared, size = kept.size;
+void attend(const T* qkv, const T* prompt_keys, const T* prompt_values, const int64_t* prompts, int64_t read,
+            int64_t prompt_length, const T* keys, const T* values, const int64_t* firsts, T* out, int64_t rows,
+            int64_t until, float scaling, Kept kept) {
+    constexpr int64_t most_members = 4;
+    const int64_t group = kept.heads / kept.shared, size = kept.size, across = read + until + lanes, end = read + until;
 #pragma omp parallel
     {
-        std::vector<float> scores(until), found(size);
+        std::vector<float> memory(most_members * (across + 2 * size));
+        float* scores = memory.data();
+        float* queries = scores + most_members * across;
+        float* found = queries + most_members * size;
 #pragma omp for schedule(static)
         for (int64_t each = 0; each < rows * kept.shared; ++each) {
-            int64_t row = each / kept.shared, shared = each % kept.shared, first = firsts[row];
-            const T* k = keys + each * size * kept.length;
-            const T* v = values + each * kept.length * size;
-            for (int64_t member = 0; member < group; ++member) {
-                int64_t head = shared * group + member;
+            const int64_t row = each % rows, shared = each / rows, first = firsts[row];
+            const int64_t of_prompt = (prompts[row] * kept.shared + shared) * size * prompt_length;
+            const int64_t of_row = (row * kept.shared + shared) * size * kept.length;
+            auto attend_with = [&](auto count, int64_t head) {
+                constexpr int64_t members = decltype(count)::value;
                 const T* q = qkv + (row * (kept.heads + 2 * kept.shared) + head) * size;
-                float* s = scores.data();
-                for (int64_t t = first; t < until; ++t) s[t] = 0.0f;
-                for (int64_t i = 0; i < size; ++i) {
-                    float by = to_float(q[i]);
-                    const T* line = k + i * kept.length;
-#pragma omp simd
-                    for (int64_t t = first; t < until; ++t) s[t] = std::fma(by, to_float(line[t]), s[t]);
-                }
-                float most = -INFINITY;
-#pragma omp simd reduction(max : most)
-                for (int64_t t = first; t < until; ++t) {
-                    s[t] *= scaling;
-                    most = s[t] > most ? s[t] : most;
-                }
-                float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-                for (int64_t t = first; t < until; ++t) {
-                    s[t] = exponential(s[t] - most);
-                    total += s[t];
-                }
-                float* f = found.data();
-                for (int64_t i = 0; i < size; ++i) f[i] = 0.0f;
-                for (int64_t t = first; t < until; ++t) {
-                    float by = s[t];
-                    const T* line = v + t * size;
-#pragma omp simd
-                    for (int64_t i = 0; i < size; ++i) f[i] = std::fma(by, to_float(line[i]), f[i]);
-                }
+                for (int64_t i = 0; i < members * size; ++i) queries[i] = to_float(q[i]);
+                score<members>(queries, size, prompt_keys + of_prompt, prompt_length, scores, across, first, read);
+                score<members>(queries, size, keys + of_row, kept.length, scores + read, across, 0, until);
+                float totals[members];
+                for (int64_t m = 0; m < members; ++m) totals[m] = exponentials(scores + m * across, first, end, scaling);
+                std::fill_n(found, members * size, 0.0f);
+                gather<members>(scores, across, prompt_values + of_prompt, size, found, first, read);
+                gather<members>(scores + read, across, values + of_row, size, found, 0, until);
                 T* to = out + (row * kept.heads + head) * size;
+                for (int64_t m = 0; m < members; ++m)
 #pragma omp simd
-                for (int64_t i = 0; i < size; ++i) put(to[i], f[i] / total);
-            }
+                    for (int64_t i = 0; i < size; ++i) put(to[m * size + i], found[m * size + i] / totals[m]);
+            };
+            int64_t head = shared * group, last = head + group;
+            for (; head + most_members <= last; head += most_members) attend_with(Count<most_members>{}, head);
+            if (last - head == 3) attend_with(Count<3>{}, head);
+            if (last - head == 2) attend_with(Count<2>{}, head);
+            if (last - head == 1) attend_with(Count<1>{}, head);
         }
     }
 }
@@ -325,15 +419,8 @@ void read_backward(const T* logits, const int64_t* tokens, float temperature, co
 // Here the rows are copied, and the matrix is read as it lies: each of its numbers times vectors that have one input of
 // several rows. A result is a sum over the inputs in their order.
 
-#if defined(__AVX512F__)
-constexpr int64_t lanes = 16, held = 24;  // rows of a vector; vectors of sums that fit into registers
-#else
-constexpr int64_t lanes = 8, held = 12;
-#endif
 constexpr int64_t most_vectors = 3;
 constexpr int64_t strip = 24;  // outputs whose weights stay in the cache while all rows go over them
-
-typedef float Vector __attribute__((vector_size(4 * lanes)));
 
 struct Product {
     int64_t rows, outputs, inputs, stride;  // of `out`, between two rows
@@ -344,7 +431,6 @@ struct Product {
 inline void spread(const float* from, float (&out)[1]) { out[0] = *from; }
 
 inline void spread(const Half* from, Vector (&out)[2]) {
-    typedef uint32_t Bits __attribute__((vector_size(4 * lanes)));
     uint32_t both;
     std::memcpy(&both, from, 4);
     Bits bits = Bits{} + both, first = bits << 16, second = bits & 0xffff0000u;
@@ -354,11 +440,11 @@ inline void spread(const Half* from, Vector (&out)[2]) {
 
 // `width` outputs of up to V vectors of rows. What is ahead is fetched meanwhile.
 template <int64_t V, int64_t width, typename W>
-void multiply_block(const float* turned, int64_t step, const W* weight, const W* ahead, float* out, int64_t rows,
+void multiply_block(const float* turned, int64_t step, const W* weight, float* out, int64_t rows,
                     const Product& product) {
     Vector sums[width][V] = {};
     const int64_t inputs = product.inputs, vectors = step / lanes;
-    constexpr int64_t at_once = sizeof(float) / sizeof(W), line = 64 / sizeof(W), lines = (width * 4 + line - 1) / line;
+    constexpr int64_t at_once = sizeof(float) / sizeof(W), line = 64 / sizeof(W), ahead = 8 * line;
     auto take = [&](int64_t i) __attribute__((always_inline)) {
         const Vector* x = reinterpret_cast<const Vector*>(turned + i * step);
 #pragma GCC unroll 12
@@ -373,7 +459,11 @@ void multiply_block(const float* turned, int64_t step, const W* weight, const W*
     };
     int64_t i = 0;
     for (; i + 4 <= inputs; i += 4) {
-        for (int64_t n = 0; n < lines; ++n, ahead += line) __builtin_prefetch(ahead, 0, 2);
+        if (i % line == 0) {  // of each output; past the last input, of those that the next block begins with
+            int64_t to = i + ahead < inputs ? i + ahead : i + ahead + (width - 1) * inputs;
+#pragma GCC unroll 12
+            for (int64_t n = 0; n < width; ++n) __builtin_prefetch(weight + n * inputs + to, 0, 2);
+        }
 #pragma GCC unroll 4
         for (int64_t more = 0; more < 4; more += at_once) take(i + more);
     }
@@ -390,14 +480,14 @@ void multiply_block(const float* turned, int64_t step, const W* weight, const W*
 }
 
 template <int64_t V, typename W>
-void multiply_strip(const float* turned, int64_t step, const W* weight, const W* ahead, float* out, int64_t rows,
-                    int64_t outputs, const Product& product) {
+void multiply_strip(const float* turned, int64_t step, const W* weight, float* out, int64_t rows, int64_t outputs,
+                    const Product& product) {
     constexpr int64_t width = std::min<int64_t>(held / V, 12);
     int64_t n = 0, inputs = product.inputs;
     for (; n + width <= outputs; n += width)
-        multiply_block<V, width>(turned, step, weight + n * inputs, ahead + n * inputs, out + n, rows, product);
+        multiply_block<V, width>(turned, step, weight + n * inputs, out + n, rows, product);
     for (; n < outputs; ++n)
-        multiply_block<V, 1>(turned, step, weight + n * inputs, ahead + n * inputs, out + n, rows, product);
+        multiply_block<V, 1>(turned, step, weight + n * inputs, out + n, rows, product);
 }
 
 // x W^T, of x [rows inputs] and W [outputs inputs].
@@ -422,11 +512,10 @@ void multiply(const float* x, const W* weight, float* out, int64_t across, Produ
         for (int64_t n = 0; n < outputs; n += strip) {
             const W* lines = weight + n * inputs;
             int64_t width = std::min(strip, outputs - n), done = 0;
-            const W* ahead = n + 2 * strip <= outputs ? lines + strip * inputs : lines;
             for (int64_t part = 0; part < parts; ++part) {
                 int64_t taken = (vectors - done + parts - part - 1) / (parts - part), row = done * lanes;
                 auto on = taken == 1 ? multiply_strip<1, W> : taken == 2 ? multiply_strip<2, W> : multiply_strip<3, W>;
-                on(turned + row, step, lines, part == 0 ? ahead : lines, out + row * product.stride + n,
+                on(turned + row, step, lines, out + row * product.stride + n,
                    std::min(rows - row, taken * lanes), width, product);
                 done += taken;
             }
@@ -469,9 +558,12 @@ void multiply(const float* x, const W* weight, float* out, int64_t across, Produ
                      int64_t heads, int64_t shared, int64_t size, int64_t length) {                                  \
         turn<T>(qkv, cosines, sines, keys, values, rows, at, Kept{heads, shared, size, length});                     \
     }                                                                                                                \
-    void attend_##name(const T* qkv, const T* keys, const T* values, const int64_t* firsts, T* out, int64_t rows,    \
-                       int64_t until, float scaling, int64_t heads, int64_t shared, int64_t size, int64_t length) {  \
-        attend<T>(qkv, keys, values, firsts, out, rows, until, scaling, Kept{heads, shared, size, length});          \
+    void attend_##name(const T* qkv, const T* prompt_keys, const T* prompt_values, const int64_t* prompts,           \
+                       int64_t read, int64_t prompt_length, const T* keys, const T* values, const int64_t* firsts,   \
+                       T* out, int64_t rows, int64_t until, float scaling, int64_t heads, int64_t shared,            \
+                       int64_t size, int64_t length) {                                                               \
+        attend<T>(qkv, prompt_keys, prompt_values, prompts, read, prompt_length, keys, values, firsts, out, rows,    \
+                  until, scaling, Kept{heads, shared, size, length});                                                \
     }
 
 extern "C" {

@@ -150,6 +150,34 @@ def test_pytorchs_default_dtype_changes_nothing(default: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(("size", "read", "until"), [(8, 0, 1), (20, 5, 16), (64, 33, 17), (128, 100, 70)])
+def test_a_token_attends_to_its_prompt_and_to_its_own_row(
+    dtype: torch.dtype, group: int, size: int, read: int, until: int
+) -> None:
+    generator, shared = torch.Generator().manual_seed(size), 2
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    prompts = torch.tensor([2, 0, 0, 1, 2])
+    lengths = read, until + 3
+    prompt_keys, own_keys = (draw(rows + 1, shared, size, each) for rows, each in zip((3, 5), lengths, strict=True))
+    prompt_values, own_values = (draw(rows, shared, each, size) for rows, each in zip((3, 5), lengths, strict=True))
+    firsts = torch.tensor([0, read // 2, read // 2, read, 0])
+    qkv = draw(5, group * shared + 2 * shared, size)
+    out = torch.empty(5, group * shared, size, dtype=dtype)
+    form = group * shared, shared, size, lengths[1]
+    apart = prompt_keys, prompt_values, prompts, read, lengths[0]
+    compiled.call("attend", dtype, qkv, *apart, own_keys, own_values, firsts, out, 5, until, 0.3, *form)
+
+    keys = torch.cat([prompt_keys[prompts], own_keys[:5, ..., :until]], dim=-1).double()
+    values = torch.cat([prompt_values[prompts], own_values[:, :, :until]], dim=-2).double()
+    scores = qkv[:, : group * shared].double().unflatten(1, (shared, group)) @ keys * 0.3
+    unseen = torch.arange(read + until) < firsts[:, None]
+    expected = scores.masked_fill(unseen[:, None, None], -torch.inf).softmax(-1) @ values
+    close = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(out.double(), expected.flatten(1, 2), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 4, 16, 17, 33, 49, 100])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (24, 64), (37, 71), (130, 2), (100, 257)])
 def test_a_product_of_few_rows_is_that_of_doubles(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:

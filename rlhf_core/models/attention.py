@@ -50,22 +50,27 @@ def attend(
             kernel's.
         dropout: of the weights.
         scaling: of the scores.
-        options: others, which the kernel knows; `token_tree`, where the tokens are those of a `TokenTree`, whose masks
-            then count; `columns`, where they are some of each row's tokens.
+        options: others, which the kernel knows; `token_tree`, where the tokens are those of a `TokenTree`, which then
+            says who attends to whom; `columns`, where they are some of each row's tokens.
     """
     if (columns := options.pop("columns", None)) is not None:
         query, key, value = map(columns.by_heads, (query, key, value))
         found, _ = attend(module, query, key, value, attention_mask, dropout, scaling, **options)
         return columns.by_tokens(found), None
     if (tree := options.pop("token_tree", None)) is not None:  # the row's tokens are those of several rows
-        query, key, value = (tree.in_rows(each[0].transpose(0, 1)).transpose(1, 2) for each in (query, key, value))
-        found, _ = attend(module, query, key, value, tree.seen, dropout, scaling, **options)
-        return tree.in_tree(found)[None], None
+        queries, keys, values = (tree.in_groups(each[0].transpose(0, 1)) for each in (query, key, value))
+        attended = [
+            attend(module, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, dropout, scaling, **options)[
+                0
+            ]
+            for q, k, v in zip(queries, keys, values, strict=True)
+        ]
+        return tree.in_tree(attended)[None], None
     if not _is_ours(module, query, key, attention_mask, dropout, options):
-        attended: tuple[Tensor, None] = sdpa_attention_forward(
+        by_kernel: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
-        return attended
+        return by_kernel
     (rows, heads, length, size), shared = query.shape, key.shape[1]
     if attention_mask is None:
         attention_mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]

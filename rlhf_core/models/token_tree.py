@@ -43,6 +43,8 @@ _FORMS = (
 )
 ROWS_APART = "rows_apart"
 """Attribute of a transformer to which each row is one of its own."""
+WORTH_A_CALL = 4096
+"""Padding's scores, for each head, that cost what a call of attention does."""
 _each_by_itself: ContextVar[bool] = ContextVar("rows each by itself", default=False)
 
 
@@ -56,10 +58,12 @@ class TokenTree:
     """[1 T]"""
     at: Tensor
     """[B S], which of them stands here; on padding the row's first or last."""
-    first: Tensor
-    """[T], where in the batch, row after row, each stands first."""
-    seen: Tensor | None
-    """[B 1 S S], True where a token attends to another; None if it does to all before it, and there is no padding."""
+    laid: Tensor
+    """[N], which of them stands where attention looks: of groups of rows, one after the other, b s of each."""
+    groups: list[tuple[int, int]]
+    """Of each, b rows of s tokens. All rows begin in the first column: padding, which is behind, is seen by none."""
+    read: Tensor
+    """[T], where in `laid` each stands first."""
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of a forward pass over the tokens, as one row."""
@@ -76,9 +80,15 @@ class TokenTree:
         laid: Tensor = _InRows.apply(found, self.at.flatten())  # type: ignore[no-untyped-call]
         return laid.view(*self.at.shape, *found.shape[1:])
 
-    def in_tree(self, found: Tensor) -> Tensor:
-        """Return of what stands in the batch, [B S ...], that of each token, [T ...]."""
-        return found.flatten(0, 1).index_select(0, self.first)
+    def in_groups(self, found: Tensor) -> list[Tensor]:
+        """Return what is there of each token, [T ...], of each group, [b s ...]."""
+        laid: Tensor = _InRows.apply(found, self.laid)  # type: ignore[no-untyped-call]
+        parts = torch.split(laid, [rows * width for rows, width in self.groups])
+        return [part.view(*shape, *found.shape[1:]) for part, shape in zip(parts, self.groups, strict=True)]
+
+    def in_tree(self, found: Sequence[Tensor]) -> Tensor:
+        """Return of what stands in the groups, [b s ...] each, that of each token, [T ...]."""
+        return torch.cat([each.flatten(0, 1) for each in found]).index_select(0, self.read)
 
 
 class _InRows(torch.autograd.Function):
@@ -124,15 +134,10 @@ def tree_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> TokenTree 
     found = _branches(input_ids.numpy(), mask.numpy())
     if found is None:
         return None
-    at, first = map(torch.from_numpy, found)
-    seen = None
-    if not mask.all():
-        width = mask.shape[1]
-        places = torch.arange(width)
-        # padding attends to itself: to nothing would be a division by zero
-        seen = ((places <= places[:, None]) & mask[:, None] | torch.eye(width, dtype=torch.bool))[:, None]
-    ids, places = (each.flatten()[first][None] for each in (input_ids, position_ids(mask)))
-    return TokenTree(ids, places, at, first, seen)
+    at, first = found
+    laid, groups, read = _in_groups(at, first, mask.numpy())
+    ids, places = (each.flatten()[torch.from_numpy(first)][None] for each in (input_ids, position_ids(mask)))
+    return TokenTree(ids, places, torch.from_numpy(at), torch.from_numpy(laid), groups, torch.from_numpy(read))
 
 
 def hidden_states(trunk: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -225,3 +230,26 @@ def _branches(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray
         )  # fmt: skip
         first.append(row * width + begin + np.arange(common, len(branch)))
     return None if number == ids.size else (at, np.concatenate(first))
+
+
+def _in_groups(
+    at: np.ndarray, first: np.ndarray, mask: np.ndarray
+) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]:
+    """Return `laid`, `groups` and `read` of a tree: rows of one length, or whose padding costs less than a call."""
+    begins, lengths = mask.argmax(axis=1), mask.sum(axis=1)
+    groups: list[list[int]] = []
+    padding = 0
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        padding += int(lengths[groups[-1][0]] ** 2 - lengths[row] ** 2) if groups else 0
+        if not groups or padding > WORTH_A_CALL:
+            groups.append([])
+            padding = 0
+        groups[-1].append(row)
+    laid, starts, number = [], np.zeros(len(at), dtype=np.int64), 0
+    for rows in groups:
+        width = lengths[rows[0]]
+        for row in rows:
+            starts[row], number = number - begins[row], number + width
+            laid.append(at[row, np.minimum(begins[row] + np.arange(width), begins[row] + lengths[row] - 1)])
+    row, column = np.divmod(first, at.shape[1])
+    return np.concatenate(laid), [(len(rows), int(lengths[rows[0]])) for rows in groups], starts[row] + column

@@ -177,6 +177,25 @@ def test_a_step_that_is_recorded_once_for_each_number_of_rows_gives_the_same_tok
     assert Recorded.recorded[0] == len(PROMPTS) > Recorded.recorded[1]
 
 
+def test_kernels_keep_a_prompt_once_for_all_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[decoder.Decoder] = []
+    plain = decoder.Decoder.keep
+
+    def keep(self: decoder.Decoder, rows: torch.Tensor) -> None:
+        plain(self, rows)
+        made.append(self)
+
+    monkeypatch.setattr(decoder.Decoder, "keep", keep)
+    monkeypatch.setattr(f"{__name__}.PROMPTS", PROMPTS[:2] * 4)
+    generated(tiny_causal_lm("llama"))
+    prompts, own = made[0]._kept[0]
+    if made[0]._read:
+        assert (prompts.keys.shape[0], prompts.keys.shape[3], own.keys.shape[0]) == (2, len(PROMPTS[0]), 8)
+    else:
+        assert (prompts.keys.numel(), own.keys.shape[0]) == (0, 8)
+    check_same(tiny_causal_lm("llama"))
+
+
 def test_a_few_tokens_are_not_worth_a_pass() -> None:
     beginning = list(range(10, 42))
     assert engine._shared_tokens([[*beginning, 1], [*beginning, 2]]) == 0

@@ -8,6 +8,7 @@ from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
 from rlhf_core.config import LoRAConfig
+from rlhf_core.models import token_tree
 from rlhf_core.models.actor import response_statistics
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
@@ -62,15 +63,21 @@ def furthest(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize(("worth_a_call", "groups"), [(4096, [6]), (30, [4, 1, 1]), (0, [3, 2, 1])])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_numbers_and_gradients_are_those_of_the_rows(architecture: str, checkpointing: bool) -> None:
+def test_numbers_and_gradients_are_those_of_the_rows(
+    architecture: str, checkpointing: bool, worth_a_call: int, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_tree, "WORTH_A_CALL", worth_a_call)
     model = tiny_causal_lm(architecture)
     disable_dropout(model)
     model.train()
     if checkpointing:
         checkpoint_gradients(model)
-    assert tree_of(model, *rows()) is not None
+    tree = tree_of(model, *rows())
+    assert tree is not None
+    assert [count for count, _ in tree.groups] == groups
     found = learnt(model)
     with each_by_itself():
         assert tree_of(model, *rows()) is None

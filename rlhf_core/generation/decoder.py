@@ -133,7 +133,7 @@ class Decoder:
             self._kept.append((prompts, own))
 
     def keep(self, rows: Int[Tensor, " N"]) -> None:
-        """Keep these rows, each as often as it is named."""
+        """Keep these rows, each as often as it is named; prompts that are kept apart stay."""
         self._firsts, self._prompts, self._graph = self._firsts[rows], self._prompts[rows], None
         for number, (prompts, own) in enumerate(self._kept):  # one at a time: all of them twice may not fit
             self._kept[number] = prompts, own.of(rows)

@@ -239,7 +239,7 @@ template <int64_t n>
 using Count = std::integral_constant<int64_t, n>;
 
 // What one token of each row attends to: `read` places of its prompt, from the row's first on, and its own tokens.
-// Rows of one prompt come one after another: what they read stays in the cache. Behind all keys a vector can be read.
+// Where rows of one prompt follow each other, what they read stays in the cache. Behind all keys a vector can be read.
 template <typename T>
 void attend(const T* qkv, const T* prompt_keys, const T* prompt_values, const int64_t* prompts, int64_t read,
             int64_t prompt_length, const T* keys, const T* values, const int64_t* firsts, T* out, int64_t rows,

@@ -59,12 +59,11 @@ def attend(
         return columns.by_tokens(found), None
     if (tree := options.pop("token_tree", None)) is not None:  # the row's tokens are those of several rows
         queries, keys, values = (tree.in_groups(each[0].transpose(0, 1)) for each in (query, key, value))
-        attended = [
-            attend(module, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, dropout, scaling, **options)[
-                0
-            ]
-            for q, k, v in zip(queries, keys, values, strict=True)
-        ]
+        attended = []
+        for group in zip(queries, keys, values, strict=True):
+            q, k, v = (each.transpose(1, 2) for each in group)
+            found, _ = attend(module, q, k, v, None, dropout, scaling, **options)
+            attended.append(found)
         return tree.in_tree(attended)[None], None
     if not _is_ours(module, query, key, attention_mask, dropout, options):
         by_kernel: tuple[Tensor, None] = sdpa_attention_forward(

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.token_tree import in_one_group
 
 _FORMS = 64
 """Most pieces of code for the same layers; then PyTorch would silently compile no more. It makes one with and one
@@ -56,7 +57,7 @@ class CompiledLayers:
     def in_use(self) -> Iterator[None]:
         """Run the block with the model's layers compiled, and leave them as they were."""
         former = [layer._compiled_call_impl for layer, _ in self._calls]
-        with _settings():
+        with _settings(), in_one_group():
             try:
                 for layer, call in self._calls:
                     layer._compiled_call_impl = call

@@ -46,6 +46,7 @@ ROWS_APART = "rows_apart"
 WORTH_A_CALL = 4096
 """Padding's scores, for each head, that cost what a call of attention does."""
 _each_by_itself: ContextVar[bool] = ContextVar("rows each by itself", default=False)
+_in_one_group: ContextVar[bool] = ContextVar("rows in one group", default=False)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -115,6 +116,16 @@ def each_by_itself() -> Iterator[None]:
         yield
     finally:
         _each_by_itself.reset(before)
+
+
+@contextmanager
+def in_one_group() -> Iterator[None]:
+    """Have all rows of a tree attend together in the block, with all padding: the same code for each tree."""
+    before = _in_one_group.set(True)
+    try:
+        yield
+    finally:
+        _in_one_group.reset(before)
 
 
 def tree_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> TokenTree | None:
@@ -241,7 +252,7 @@ def _in_groups(
     padding = 0
     for row in np.argsort(-lengths, kind="stable").tolist():
         padding += int(lengths[groups[-1][0]] ** 2 - lengths[row] ** 2) if groups else 0
-        if not groups or padding > WORTH_A_CALL:
+        if not groups or (padding > WORTH_A_CALL and not _in_one_group.get()):
             groups.append([])
             padding = 0
         groups[-1].append(row)

@@ -111,7 +111,7 @@ def _cheapest(order: list[int], most: int, tokens: Callable[[int, int], int], co
 
 
 def _tree_tokens(rows: Sequence[TokenIds]) -> float:
-    """Return what rows cost as one tree, in tokens."""
+    """Return what rows cost as one tree, in tokens, with attention as if all were as long as the longest."""
     common = sum(common_length(one, other) for one, other in pairwise(sorted(map(list, rows))))
     return sum(map(len, rows)) - common + len(rows) * max(map(len, rows)) ** 2 / _ATTENTION_DIVISOR
 

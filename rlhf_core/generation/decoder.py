@@ -109,7 +109,7 @@ class Decoder:
         inner = unwrapped(model)
         one = passes[0].cache.layers[0].keys
         dtype = _arithmetic(inner, one)
-        self._model, self._firsts = inner.model, one.new_empty(sum(len(each.rows) for each in passes), dtype=torch.long)
+        self._model, firsts = inner.model, one.new_empty(sum(len(each.rows) for each in passes), dtype=torch.long)
         self._may_record = graphs and _can_record(one) and inner.model.rotary_emb.rope_type in FIXED_ANGLES
         self._graph: _Graph | None = None
         self._layers = [_Layer.of(layer, dtype) for layer in inner.model.layers]
@@ -118,29 +118,28 @@ class Decoder:
         self.length = max(widths)
         """Tokens that are kept of each row."""
         for each, width in zip(passes, widths, strict=True):
-            self._firsts[each.rows] = each.padding + (self.length - width)
-        self._prompts = torch.arange(len(self._firsts), device=one.device)
-        self._read = self.length if has_kernels(one.new_empty(0, dtype=dtype)) else 0
-        self._most = length - self._read
+            firsts[each.rows] = each.padding + (self.length - width)
+        apart = self.length if has_kernels(one.new_empty(0, dtype=dtype)) else 0
+        self._rows, self._most = _Rows(torch.arange(len(firsts), device=one.device), firsts, apart), length - apart
         self._kept = []
         for number in range(len(self._layers)):
-            prompts, own = (_Kept.room(one, len(self._firsts), each, dtype) for each in (self._read, self._most))
+            prompts, own = (_Kept.room(one, len(firsts), each, dtype) for each in (apart, self._most))
             for each, width in zip(passes, widths, strict=True):
                 layer, places = each.cache.layers[number], slice(self.length - width, self.length)
                 keys, values = (_without_gap(kept, each.padding, shared) for kept in (layer.keys, layer.values))
-                (prompts if self._read else own).write(each.rows, places, keys, values)
+                (prompts if apart else own).write(each.rows, places, keys, values)
                 layer.keys = layer.values = None
             self._kept.append((prompts, own))
 
     def keep(self, rows: Int[Tensor, " N"]) -> None:
         """Keep these rows, each as often as it is named; prompts that are kept apart stay."""
-        self._firsts, self._prompts, self._graph = self._firsts[rows], self._prompts[rows], None
+        self._rows, self._graph = self._rows.of(rows), None
         for number, (prompts, own) in enumerate(self._kept):  # one at a time: all of them twice may not fit
             self._kept[number] = prompts, own.of(rows)
 
     def next_logits(self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
         """Take in a token of each row, and return the scores of the next."""
-        at = self.length - self._read
+        at = self.length - self._rows.apart
         self.length += 1
         with torch.autocast(tokens.device.type, enabled=False):
             if self._graph is None and self._may_record and self._most - at >= WORTH_A_GRAPH:
@@ -151,18 +150,31 @@ class Decoder:
 
     def _step(self, tokens: Tensor, positions: Tensor, at: int | Tensor) -> Tensor:
         x = self._model.embed_tokens(tokens).to(self._norm.weight.dtype)
-        cosines, sines = (each[:, 0].contiguous() for each in self._model.rotary_emb(x, positions[:, None]))
+        angles = [each[:, 0].contiguous() for each in self._model.rotary_emb(x, positions[:, None])]
         added = None
         for layer, kept in zip(self._layers, self._kept, strict=True):
-            attended = layer.attend(
-                layer.before(x, added), cosines, sines, *kept, self._prompts, self._firsts, self._read, at
-            )
+            attended = layer.attend(layer.before(x, added), angles, kept, self._rows, at)
             added = layer.down(_gate(layer.gate_up(layer.after(x, layer.out(attended)))))
         return self._head(self._norm(x, added))
 
 
+class _Rows(NamedTuple):
+    """What is known of the rows beside their keys and values."""
+
+    prompt: Int[Tensor, " R"]
+    """Of each, among those that are kept apart."""
+    firsts: Int[Tensor, " R"]
+    """The first place that each attends to, of those of its prompt and then its own."""
+    apart: int
+    """Places of prompts that are kept apart, which kernels read; 0 where they are kept with the rows."""
+
+    def of(self, rows: Tensor) -> _Rows:
+        """Return the same of these rows."""
+        return _Rows(self.prompt[rows], self.firsts[rows], self.apart)
+
+
 class _Kept(NamedTuple):
-    """Keys and values of a layer."""
+    """Keys and values of a layer, of prompts or of rows."""
 
     keys: Float[Tensor, "R K D L"]
     values: Float[Tensor, "R K L D"]
@@ -403,37 +415,19 @@ class _Layer(NamedTuple):
         )
 
     def attend(
-        self,
-        x: Tensor,
-        cosines: Tensor,
-        sines: Tensor,
-        prompts: _Kept,
-        own: _Kept,
-        prompt: Tensor,
-        firsts: Tensor,
-        read: int,
-        at: int | Tensor,
+        self, x: Tensor, angles: Sequence[Tensor], kept: tuple[_Kept, _Kept], of: _Rows, at: int | Tensor
     ) -> Tensor:
         """Keep the new tokens' keys and values at a place, and return what each attends to, [R H D] as [R HD].
 
-        Args:
-            x: [R E].
-            cosines: of the tokens' positions.
-            sines: of the same.
-            prompts: what is kept of them, apart from the rows.
-            own: what is kept of each row.
-            prompt: each row's.
-            firsts: the first place that each row attends to, of those of its prompt and its own.
-            read: places of a prompt; 0 where prompts are kept with the rows.
-            at: a place of the row's own; a tensor in a graph, where all places are gone over.
+        The place is one of a row's own; a tensor in a graph, where all places are gone over.
         """
-        qkv, (keys, values) = self.qkv(x), own
+        qkv, (prompts, (keys, values)), (cosines, sines) = self.qkv(x), kept, angles
         (rows, shared, size, length), heads = keys.shape, self.heads
         if has_kernels(qkv):
             form, out = (heads, shared, size, length), qkv.new_empty(rows, heads * size)
             call("turn", qkv.dtype, qkv, cosines, sines, keys, values, rows, at, *form)
-            apart = (*prompts, prompt, read, prompts.keys.shape[3])
-            call("attend", qkv.dtype, qkv, *apart, keys, values, firsts, out, rows, at + 1, self.scaling, *form)
+            apart = (*prompts, of.prompt, of.apart, prompts.keys.shape[3])
+            call("attend", qkv.dtype, qkv, *apart, keys, values, of.firsts, out, rows, at + 1, self.scaling, *form)
             return out
         q, k, v = torch.split(qkv.view(rows, -1, size), [heads, shared, shared], dim=1)
         q, k = (_turned(each, cosines[:, None], sines[:, None]) for each in (q, k))
@@ -445,7 +439,7 @@ class _Layer(NamedTuple):
             values.index_copy_(2, at, v[:, :, None])
         scores = (q.reshape(rows, shared, -1, size) @ keys).float() * self.scaling
         places = torch.arange(keys.shape[3], device=x.device)
-        unseen = (places < firsts[:, None]) | (places > at)
+        unseen = (places < of.firsts[:, None]) | (places > at)
         weights = scores.masked_fill(unseen[:, None, None], -torch.inf).softmax(-1).to(x.dtype)
         return (weights @ values).reshape(rows, heads * size)
 

@@ -12,7 +12,7 @@ over what is read of each row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -108,24 +108,23 @@ class _InRows(torch.autograd.Function):
         return sums.index_add_(0, places, gradient.to(sums.dtype)).to(gradient.dtype), None
 
 
-@contextmanager
-def each_by_itself() -> Iterator[None]:
+def each_by_itself() -> AbstractContextManager[None]:
     """Have every row computed whole in the block, padding too, as releases before 0.3 did."""
-    before = _each_by_itself.set(True)
-    try:
-        yield
-    finally:
-        _each_by_itself.reset(before)
+    return _true(_each_by_itself)
+
+
+def in_one_group() -> AbstractContextManager[None]:
+    """Have all rows of a tree attend together in the block, with all padding: the same code for each tree."""
+    return _true(_in_one_group)
 
 
 @contextmanager
-def in_one_group() -> Iterator[None]:
-    """Have all rows of a tree attend together in the block, with all padding: the same code for each tree."""
-    before = _in_one_group.set(True)
+def _true(what: ContextVar[bool]) -> Iterator[None]:
+    before = what.set(True)
     try:
         yield
     finally:
-        _in_one_group.reset(before)
+        what.reset(before)
 
 
 def tree_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> TokenTree | None:

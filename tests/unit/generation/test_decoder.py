@@ -189,7 +189,7 @@ def test_kernels_keep_a_prompt_once_for_all_its_samples(monkeypatch: pytest.Monk
     monkeypatch.setattr(f"{__name__}.PROMPTS", PROMPTS[:2] * 4)
     generated(tiny_causal_lm("llama"))
     prompts, own = made[0]._kept[0]
-    if made[0]._read:
+    if made[0]._rows.apart:
         assert (prompts.keys.shape[0], prompts.keys.shape[3], own.keys.shape[0]) == (2, len(PROMPTS[0]), 8)
     else:
         assert (prompts.keys.numel(), own.keys.shape[0]) == (0, 8)

@@ -156,7 +156,10 @@ def test_a_token_attends_to_its_prompt_and_to_its_own_row(
     dtype: torch.dtype, group: int, size: int, read: int, until: int
 ) -> None:
     generator, shared = torch.Generator().manual_seed(size), 2
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
     prompts = torch.tensor([2, 0, 0, 1, 2])
     lengths = read, until + 3
     prompt_keys, own_keys = (draw(rows + 1, shared, size, each) for rows, each in zip((3, 5), lengths, strict=True))
